@@ -80,7 +80,7 @@ def _slots(tables: StateTables) -> dict[tuple[int, int], int]:
     return {(int(s), int(chunk)): int(slot) for s, chunk, slot in tables.state_writes}
 
 
-class _Chunk:
+class ChunkState:
     """A chunk of one layer in the making: its rows k [CHUNK, key heads, key_dim], u [CHUNK, value
     heads, value_dim] and g [CHUNK, value heads], and the state before it."""
 
@@ -141,7 +141,7 @@ class _Chunk:
         return found, _exp(total)
 
 
-def linear_rows(chunk: _Chunk, q: F32, v: F32, beta: F32, offset: int) -> F32:
+def linear_rows(chunk: ChunkState, q: F32, v: F32, beta: F32, offset: int) -> F32:
     """Outputs of the rows from `offset` on, whose k and g are in the chunk, and u put there. A
     finished u is added to all rows behind it, so each row's sum runs over ascending tokens."""
     count = len(q)
@@ -166,7 +166,7 @@ def linear_rows(chunk: _Chunk, q: F32, v: F32, beta: F32, offset: int) -> F32:
     return np.asarray(d * chunk.read(q) + mixed)
 
 
-def linear_end(chunk: _Chunk) -> F32:
+def linear_end(chunk: ChunkState) -> F32:
     """The state behind a whole chunk."""
     r, d = chunk.decays(CHUNK - 1)
     state = d[:, None, None] * chunk.state
@@ -252,7 +252,7 @@ class RecurrentReference:
                 state = np.zeros_like(state)
                 if slot >= 0:
                     state = states[slot].swapaxes(1, 2).reshape(state.shape)
-            chunk = _Chunk(spec, rule, state)
+            chunk = ChunkState(spec, rule, state)
             if piece.offset:
                 chunk.load(place, piece.block)
             end = piece.offset + piece.count

@@ -44,6 +44,7 @@ from pageturner.kernels.composites import Composites
 from pageturner.kernels.cpu import native_views as views
 from pageturner.kernels.cpu.native_module import choose_isa, module
 from pageturner.kernels.cpu.native_views import attention_options, first_of_heads, joined
+from pageturner.kernels.recurrent import Conv, GatedNorm, Place, Rates, StateRule
 
 _SOURCES = [  # in the order of pt::Source
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_NL",
@@ -297,6 +298,49 @@ class NativeOps(Composites):
         """x + y, written into x."""
         self._engine.add(x, y, x)
         return x
+
+    def conv_rows(self, x: F32, conv: Conv, place: Place) -> F32:
+        """The convolution of each row with the rows before it."""
+        out = np.empty(x.shape, np.float32)
+        plan = views.recurrent_plan(place)
+        module().conv_rows(self._engine, plan, x, conv.weight, conv.bias, conv.silu, out)
+        return out
+
+    def l2norm(self, x: F32, head_dim: int, eps: float, scale: float) -> F32:
+        """scale * x / sqrt(sum(x^2) + eps) of each head."""
+        out = np.empty(x.shape, np.float32)
+        module().l2norm(self._engine, x, head_dim, eps, scale, out)
+        return out
+
+    def linear_gates(self, a: F32, b: F32 | None, rates: Rates) -> tuple[F32, F32]:
+        """g and beta of each row and value head."""
+        g, beta = np.empty(a.shape, np.float32), np.empty(a.shape, np.float32)
+        limits = (rates.low, rates.high)
+        module().linear_gates(self._engine, a, b, rates.decay, rates.dt_bias, *limits, g, beta)
+        return g, beta
+
+    def linear_rows(
+        self, qkv: tuple[F32, F32, F32], gates: tuple[F32, F32], rule: StateRule, place: Place
+    ) -> F32:
+        """Outputs of the recurrence, and its tails and states."""
+        out = np.empty(qkv[2].shape, np.float32)
+        about = (rule.delta, rule.tiled, rule.skip)
+        plan = views.recurrent_plan(place)
+        module().linear_rows(self._engine, plan, *qkv, *gates, *about, out)
+        return out
+
+    def gated_norm(self, x: F32, gate: F32, weight: Weight, norm: GatedNorm) -> F32:
+        """RMSNorm of groups of columns with a gate before or behind."""
+        out = np.empty(x.shape, np.float32)
+        about = (norm.eps, norm.group, norm.gate_first, norm.act == "silu")
+        module().gated_norm(self._engine, x, gate, weight, *about, out)
+        return out
+
+    def gate_mul(self, x: F32, gate: F32) -> F32:
+        """x * sigmoid(gate)."""
+        out = np.empty(x.shape, np.float32)
+        module().gate_mul(self._engine, x, gate, out)
+        return out
 
     def take_rows(self, x: F32, rows: I32) -> F32:
         """The rows of x: [R, d]."""

@@ -12,9 +12,19 @@ from typing import Any
 import numpy as np
 
 from pageturner.kernels.adapters import INPUTS, KINDS, Adapter, AdapterWeights, LowRank
-from pageturner.kernels.base import ACTIVATIONS, F32, GATED, AttentionShape, Batch, Layer, Stack
+from pageturner.kernels.base import (
+    ACTIVATIONS,
+    F32,
+    GATED,
+    KV_TYPES,
+    AttentionShape,
+    Batch,
+    Layer,
+    Stack,
+)
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.cpu.native_module import module
+from pageturner.kernels.recurrent import Place
 
 _HEAD, _EMBED = -1, -2  # in place of a layer's number
 _LAYER_PARTS = (
@@ -53,6 +63,25 @@ def attention_options(shape: AttentionShape) -> tuple[Any, ...]:
     """Return the arguments of C++'s `attention` behind the batch."""
     slopes, sinks = vector(shape.slopes), vector(shape.sinks)
     return shape.heads, shape.scale, shape.window, shape.soft_cap, slopes, shape.chunked, sinks
+
+
+def recurrent_plan(place: Place) -> Any:
+    """Return where the rows of a step lie in the tail and the states of a layer, checked."""
+    spec, tables, batch = place.cache.spec, place.tables, place.batch
+    sizes = (
+        spec.layers,
+        spec.channels,
+        spec.kernel,
+        spec.key_heads,
+        spec.value_heads,
+        spec.key_dim,
+        spec.value_dim,
+        list(KV_TYPES).index(spec.dtype),
+    )
+    memory = (place.cache.states, place.cache.tail)
+    reads = (tables.state_read, tables.state_writes, tables.tail_table)
+    rows = (batch.positions, batch.query_start)
+    return module().recurrent_plan(*memory, sizes, place.layer, *rows, *reads)
 
 
 def first_of_heads(x: F32, shape: AttentionShape) -> F32:

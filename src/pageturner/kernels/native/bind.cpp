@@ -16,6 +16,7 @@
 
 #include "bind_adapters.h"
 #include "bind_comm.h"
+#include "bind_recurrent.h"
 #include "checksum.h"
 #include "limits.h"
 #include "ops.h"
@@ -694,6 +695,7 @@ NB_MODULE(_native, m) {
   m.def("make_layer", &make_layer);
   m.def("make_stack", &make_stack);
   bind_adapters(m);
+  bind_recurrent(m);
   m.def(
       "make_adapter",
       [](const Stack& s, int kind, nb::list parts) { return make_adapter(s.view, kind, parts); },

@@ -568,11 +568,12 @@ void kv_write(const KVView& kv, int layer, int slot, const float* k, const float
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
 const Kernels kernels = {
-    PT_NAME(PT_ISA), form,       panel_bytes,  pack,       unpack_row, lengths,        gemm,
-    hidden,          quantise,   norm,         layer_norm, silu_mul,   clamped_swiglu, activate,
-    soft_cap,        add,        mul,          add_scaled, route,      rope,           kv_write,
-    attend,          merge,      top_logprobs, best_of,    forbid,     maxima_of,      sample,
-    lora_first,      lora_second};
+    PT_NAME(PT_ISA), form,        panel_bytes,  pack,       unpack_row, lengths,        gemm,
+    hidden,          quantise,    norm,         layer_norm, silu_mul,   clamped_swiglu, activate,
+    soft_cap,        add,         mul,          add_scaled, route,      rope,           kv_write,
+    attend,          merge,       top_logprobs, best_of,    forbid,     maxima_of,      sample,
+    lora_first,      lora_second, conv,         l2norm,     gates,      gated_norm,     gate_mul,
+    linear_products, linear_rows};
 
 }  // namespace PT_ISA
 }  // namespace pt

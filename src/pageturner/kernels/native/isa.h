@@ -34,6 +34,15 @@ void merge(const Attention&, const AttnItem* shared, int shared_count, const Att
 void lora_first(Kind, const uint8_t* a, const float* scale, int k, int panels, const LoraRows&);
 void lora_second(Kind, const uint8_t* b, int rank, int columns, bool add, const LoraRows&);
 
+// recurrent.cpp
+void conv(const ConvRows&, const RecurrentSequence&, int channel0, int channel1);
+void l2norm(const float* x, int n, float eps, float scale, float* out);
+void gates(const Gates&, const float* a, const float* b, float* g, float* beta);
+void gated_norm(const GatedNorm&, const float* x, const float* gate, float* out);
+void gate_mul(const float* x, const float* gate, int n, float* out);
+void linear_products(const Linear&, const ChunkRows&, int key_head);
+void linear_rows(const Linear&, const LinearItem&, const LinearScratch&);
+
 // sample.cpp
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                   const SampleScratch&);

@@ -315,6 +315,16 @@ struct SampleScratch {
   double* mass;
 };
 
+// Recurrent layers, in recurrent.h.
+struct ConvRows;
+struct Gates;
+struct GatedNorm;
+struct Linear;
+struct LinearItem;
+struct LinearScratch;
+struct ChunkRows;
+struct RecurrentSequence;
+
 struct Kernels {
   const char* name;
   unsigned (*form)(const Matrix&);
@@ -354,6 +364,15 @@ struct Kernels {
   // The products of adapters: y = scale * (A x) for panels of A, y (+)= B x for columns of B.
   void (*lora_first)(Kind, const uint8_t* a, const float* scale, int k, int panels, const LoraRows&);
   void (*lora_second)(Kind, const uint8_t* b, int rank, int columns, bool add, const LoraRows&);
+  // Recurrent layers: a convolution of some channels; a row or a head each; products of the keys and queries
+  // of a key head, which linear_rows needs.
+  void (*conv)(const ConvRows&, const RecurrentSequence&, int channel0, int channel1);
+  void (*l2norm)(const float* x, int n, float eps, float scale, float* out);
+  void (*gates)(const Gates&, const float* a, const float* b, float* g, float* beta);  // b: or null
+  void (*gated_norm)(const GatedNorm&, const float* x, const float* gate, float* out);
+  void (*gate_mul)(const float* x, const float* gate, int n, float* out);
+  void (*linear_products)(const Linear&, const ChunkRows&, int key_head);
+  void (*linear_rows)(const Linear&, const LinearItem&, const LinearScratch&);
 };
 
 #define PT_KERNELS(isa)         \

@@ -51,13 +51,6 @@ void Engine::embed(const Matrix& table, const int32_t* tokens, Rows out) {
   });
 }
 
-template <class F>
-void Engine::each_row(Rows x, const F& f) {
-  pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
-    for (int r = r0; r < r1; r++) f(r, x.data + size_t(r) * x.cols);
-  });
-}
-
 void Engine::norm(Rows x, const float* weight, float eps, float* out) {
   std::lock_guard lock(one_call_);
   each_row(

@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
+#include "recurrent.h"
 
 namespace pt {
 
@@ -234,6 +235,14 @@ class Engine {
                 float* x);  // x[rows[i]] += weights[i] * y[i]
   void add(Rows x, const float* y, float* out);
 
+  // Recurrent layers (recurrent.h). The plan's pieces are given their place in the workspace.
+  void conv_rows(const RecurrentPlan&, ConvRows);
+  void linear_rows(RecurrentPlan&, Linear);
+  void l2norm(Strided x, Rows out, int head_dim, float eps, float scale);
+  void linear_gates(const Gates&, Strided a, Strided b, int rows, float* g, float* beta);
+  void gated_norm(const GatedNorm&, Strided x, Strided gate, Rows out);
+  void gate_mul(Strided x, Strided gate, Rows out);
+
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
   void mlp_block(Rows x, const LayerView&);  // or the experts in its place
   // With `adapters`, here and below: that of each row, or null.
@@ -265,7 +274,11 @@ class Engine {
   template <class F>
   uint64_t each_piece(const uint8_t* data, size_t bytes, const F& f);
   template <class F>
-  void each_row(Rows x, const F& f);  // f(row, its data), on all threads
+  void each_row(Rows x, const F& f) {  // f(row, its data), on all threads
+    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
+      for (int r = r0; r < r1; r++) f(r, x.data + size_t(r) * x.cols);
+    });
+  }
   void normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const;
   void take_normed(Rows x, const float* weight, const float* bias, float eps, float* scratch, const Acts& to);
   void add_behind(Rows x, float* y, const float* norm, const LayerView&);
