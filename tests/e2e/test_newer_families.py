@@ -23,7 +23,17 @@ pytestmark = pytest.mark.skipif(not usable, reason=f"native kernels: {why}")
 
 # what is new in attention; the others, and int8, are slow
 QUICK = ("smollm3", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "cohere2", "qwen2_moe")
-OTHERS = ("granite", "olmo3", "phi3_long", "glm4", "starcoder2", "hunyuan_v1_dense", "ministral3")
+QUICK += ("gemma4_e2b", "gemma4_26b")
+OTHERS = (
+    "gemma4_31b",
+    "granite",
+    "olmo3",
+    "phi3_long",
+    "glm4",
+    "starcoder2",
+    "hunyuan_v1_dense",
+    "ministral3",
+)
 SETUPS = [
     Setup(token_budget=16, block_size=16),
     Setup(token_budget=64, block_size=5, kv_tokens=640),

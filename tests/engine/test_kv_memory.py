@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pageturner.config.settings import EngineConfig
@@ -82,13 +84,29 @@ def test_a_draft_model_costs_its_bytes_in_every_block_that_sees_everything() -> 
     assert sizes.blocks == LENGTH // 16, "no more than can be used"
 
 
+def test_two_shapes_of_kv_never_lie_in_one_kind_of_block() -> None:
+    """Gemma 4 E2B: 3 layers of a head of 512, 12 of 256 with a window; 96 and 192 KiB a block."""
+    local = KVSpec(12, 1, 16, 1, 256, "float16")
+    both = KVSpec(3, 1, 16, 1, 512, "float16", beside=local)
+    assert both.nbytes == (96 + 192) * 1024
+    assert both.split(12) == (replace(both, beside=None), local)
+    sizes = plan(both, 12, 512, kv_cache_memory=2048 * MIB)
+    assert sizes == KVSizes((2048 * 1024 - 64 * 65 * 192) // 96, 512, 64 * 65)
+    with pytest.raises(EngineFault, match="no room"):
+        plan(both, 12, 512, kv_cache_memory=9 * MIB)
+    with pytest.raises(EngineFault, match="KV tiers"):
+        plan(both, 0, 0, kv_cache_memory=2048 * MIB)
+
+
 @pytest.mark.parametrize("memory", [100, FREE + 1])
 def test_memory_that_cannot_be(memory: int) -> None:
     with pytest.raises(EngineFault, match=r"KV cache|--kv-cache-memory"):
         plan(GEMMA, 15, 512, kv_cache_memory=memory)
 
 
-@pytest.mark.parametrize(("family", "little"), [("mistral", 4_096), ("gemma3", 12_000)])
+@pytest.mark.parametrize(
+    ("family", "little"), [("mistral", 4_096), ("gemma3", 12_000), ("gemma4_e2b", 10_000)]
+)
 def test_an_engine_with_little_memory_answers_as_one_with_plenty(family: str, little: int) -> None:
     settings = {
         "backend": "reference",

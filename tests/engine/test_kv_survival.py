@@ -48,6 +48,7 @@ KINDS: list[tuple[Path, dict[str, Any]]] = [
     (TINY, {"kv_cache_dtype": "float32", "block_size": 1}),
     (GOLDENS / "families" / "mistral", {}),  # windows in all layers: whole blocks have no bytes
     (GOLDENS / "families" / "gemma3", {"kv_cache_dtype": "int8"}),  # in one of two
+    (GOLDENS / "families" / "gemma4_e2b", {}),  # in three of four, whose heads have another size
     (GOLDENS / "families" / "deepseek_v2", {"kv_cache_dtype": "int8"}),  # a latent KV
 ]
 

@@ -76,6 +76,20 @@ def test_the_same_model_as_gguf(tmp_path: Path, name: str, joined: bool) -> None
     np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())
 
 
+def test_what_layers_that_share_kv_do_not_read_is_passed_over(tmp_path: Path) -> None:
+    file, spec, _ = open_model(FAMILIES / "gemma4_e2b")
+    path = write_gguf(tmp_path / "model.gguf", file, spec)
+    truth, (metadata, tensors) = logits(path, ReferenceOps()), taken_apart(path)
+    for part in ("attn_k", "attn_v", "attn_k_norm"):
+        tensors[f"blk.5.{part}.weight"] = (0, (4,), bytes(16))
+    path.write_bytes(gguf_bytes(metadata, tensors))
+    np.testing.assert_array_equal(logits(path, ReferenceOps()), truth)
+    tensors["blk.3.attn_k_extra.weight"] = (0, (4,), bytes(16))
+    path.write_bytes(gguf_bytes(metadata, tensors))
+    with pytest.raises(EngineFault, match="attn_k_extra"):
+        load_model(path, ReferenceOps())
+
+
 def test_a_file_without_layer_scales_has_ones(tmp_path: Path) -> None:
     file, spec, _ = open_model(FAMILIES / "gemma4_31b")
     path = write_gguf(tmp_path / "model.gguf", file, spec)
@@ -117,7 +131,11 @@ def test_inside_of_a_model_that_sees_and_hears(tmp_path: Path, name: str) -> Non
     for old in file.tensors:
         kind, shape, raw = file.tensor(old)
         tensors[old.replace("model.", "model.language_model.", 1)] = (kind, shape, bytes(raw))
-    for part in ("vision_tower.a", "embed_vision.b", "audio_tower.c", "embed_audio.d"):
+    parts = ["vision_tower.a", "embed_vision.b", "audio_tower.c", "embed_audio.d"]
+    if name == "gemma4_e2b":  # published files hold what layers that share KV do not read
+        shared = ("k_proj", "v_proj", "k_norm", "v_norm")
+        parts += [f"language_model.layers.{i}.self_attn.{k}" for i in range(4, 8) for k in shared]
+    for part in parts:
         tensors[f"model.{part}.weight"] = ("F32", (4,), bytes(16))
     write_safetensors(tmp_path / "model.safetensors", tensors)
     text = json.loads((FAMILIES / name / "config.json").read_text())

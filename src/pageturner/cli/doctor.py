@@ -340,7 +340,7 @@ def _kv(
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS
-    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.layers} layers)"
+    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.layers - spec.sharing} layers)"
     report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:

@@ -65,7 +65,7 @@ _GEMMA4 = _GEMMA | modules("""
     router             router.proj
     router_scale       router.scale
     router_norm        none
-    v_norm             none
+    v_norm             self_attn.v_norm
     out_scales         router.per_expert_scale
     gates              experts.gate_up_proj
     ups                experts.gate_up_proj
@@ -267,7 +267,7 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         layout.top["head"] = replace(layout.top["head"], unit=True)
     if spec.experts is not None:
         foreign += second_token_layers("model.layers.", spec)
-    return replace(layout, ignored=ignored, foreign=(*foreign, "model.mtp_"))
+    return replace(layout, ignored=ignored, foreign=(*layout.foreign, *foreign, "model.mtp_"))
 
 
 def as_stored(layout: Layout, tensors: Mapping[str, TensorInfo]) -> Layout:

@@ -226,14 +226,17 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
         rows, name = spec.context + unused, top["positions"].name
         top["positions"] = Part(name, (rows, spec.dim), (unused, spec.context, rows))
     layers, experts, heads = [], [], []
+    foreign: list[str] = []
     for i in range(spec.layers):
         prefix = f"{root}{names.layers}{i}."
         layers.append(_layer(spec, names, prefix, i, present))
         if spec.per_layer:
             layers[-1] |= _per_layer(spec, names, root, i)
+        if spec.shares(i):  # files may hold what nobody reads
+            foreign += [f"{prefix}{names.modules[f]}." for f in ("k", "v", "k_norm", "v_norm")]
         experts.append(_experts(spec, names, prefix) if spec.sparse(i) else {})
         heads.append(_heads(spec, names, prefix, present))
-    return Layout(top, layers, experts, heads=heads)
+    return Layout(top, layers, experts, foreign=tuple(foreign), heads=heads)
 
 
 def _part(names: Names, where: tuple[str, str], shape: tuple[int, ...], times: float = 1.0) -> Part:
@@ -446,7 +449,7 @@ _GGUF = modules("""
     experts_norm    pre_ffw_norm_2
     inner_norm      post_ffw_norm_1
     experts_post_norm  post_ffw_norm_2
-    v_norm          none
+    v_norm          attn_v_norm
     router_norm     none
 """)
 # Architectures that call a tensor otherwise.
@@ -476,7 +479,7 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         if "out_scale" in parts and not present(parts["out_scale"].name):
             parts["out_scale"] = Part("", (1,))
     if spec.experts is not None:
-        layout = replace(layout, foreign=second_token_layers("blk.", spec))
+        layout = replace(layout, foreign=layout.foreign + second_token_layers("blk.", spec))
     return layout
 
 

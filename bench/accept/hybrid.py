@@ -1,0 +1,22 @@
+"""`make accept NAME=hybrid`: Gemma 4 and models with recurrent layers.
+
+    python bench/accept/hybrid.py [--only gemma ...] [options of parts]
+
+gemma   Gemma 4: logits, tokens and bits of tiny models, folders and GGUF files, quantised; plans; refusals
+
+A part is `hybrid_NAME.py` beside this file, with `lines` and `add_arguments`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness import main_of_parts
+
+PARTS = [
+    path.stem.removeprefix("hybrid_") for path in sorted(Path(__file__).parent.glob("hybrid_*.py"))
+]
+
+if __name__ == "__main__":
+    sys.exit(main_of_parts("hybrid", __doc__, PARTS))
