@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
 from pageturner.formats.ggml_types import KINDS
@@ -189,10 +189,12 @@ class GGUFFile(MappedTensors):
         tensors = _read_tensors(reader, tensor_count, self.get("general.alignment", int, 32))
         super().__init__(path, tensors, dict.fromkeys(tensors, data))
 
-    def is_part(self, number: int, count: int) -> bool:
-        """Return whether it is this one of so many files of a model, by its metadata."""
-        said = self.metadata
-        return (said.get("split.no"), said.get("split.count")) == (number, count)
+    def number(self, count: int) -> Any:
+        """Return which of so many files of a model it is by its metadata, from 0 on; None: it is
+        none of so many."""
+        if self.metadata.get("split.count") != count:
+            return None
+        return self.metadata.get("split.no")
 
     def join(self, part: GGUFFile) -> None:
         """Take the tensors of another part of the same model. EngineFault('gguf_corrupt') for one
@@ -246,6 +248,9 @@ def parts_of(path: str | os.PathLike[str]) -> list[Path]:
     """The files of a model of which one is named, by its name: of a split model all of them."""
     path = Path(path)
     name = _PART.fullmatch(path.name)
+    if name is None and path.is_symlink():
+        path = path.resolve()
+        name = _PART.fullmatch(path.name)
     if name is None:
         return [path]
     count = int(name[2])
@@ -270,19 +275,24 @@ def open_header(
     if len(paths) != count:
         message = f"{file.path} says that it is one of {count} files; their names should end in"
         raise EngineFault("gguf_corrupt", f"{message} -00001-of-{count:05}.gguf and so on")
-    parts = {p: _open_part(p, check) for p in paths if p.is_file()}
-    for number, place in enumerate(paths):
-        if place in parts and not parts[place].is_part(number, count):
-            message = f"{place} says that it is another part than its name says"
+    parts: dict[Any, GGUFFile] = {}
+    missing = [part.name for part in paths if not part.is_file()]
+    for place in paths:
+        if place.name in missing:
+            continue
+        part = _open_part(place, check)
+        number = part.number(count)
+        if number not in range(count) or number in parts:
+            message = f"{place} is not the part of this model that its name says"
             raise EngineFault("gguf_corrupt", f"{message}: fetch or copy it again")
-    first = parts.get(paths[0], file)
-    first.missing = [part.name for part in paths if part not in parts]
-    if paths[0] not in parts:
-        raise _incomplete(first)
-    for place in paths[1:]:
-        if place in parts:
-            with _damage(first.path):
-                first.join(parts[place])
+        parts[number] = part
+    first = parts.pop(0, file)
+    first.missing = missing
+    if first is file:
+        raise _incomplete(file)
+    for part in parts.values():
+        with _damage(first.path):
+            first.join(part)
     return first
 
 

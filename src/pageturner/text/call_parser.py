@@ -215,7 +215,7 @@ class _Arguments:
 _NAMED = ("name", "tool_name", "function", "function_name", "tool")
 _GIVEN = ("arguments", "parameters", "args", "params", "input")
 _KEYS = (*_NAMED, *_GIVEN, "id", "type", "tool_call_id", "call_id", "index", "strict")
-_KEY = re.compile(r'[\s,]{0,64}"([a-z_]{1,16})"\s{0,16}:\s{0,64}(?=\S)')
+_KEY = re.compile(r'[\s,]{0,64}"([A-Za-z_]{1,32})"\s{0,16}:\s{0,64}(?=\S)')
 _LONGEST_KEY = 192  # characters that _KEY may take
 _ENDS = re.compile(r"[\s,]*\}")
 
@@ -269,7 +269,7 @@ class _Object:
         if self._key == "function" and opens and self._depth == 1:
             self._depth = 2
             return key.end() + 1
-        self.dead = not self.called and self._key not in _KEYS
+        self.dead = self._bare and not self.called and self._key not in _KEYS
         self._streams = self._key in _GIVEN and opens and bool(self._name) and not self.called
         if self._streams:
             self._call(found, "")
@@ -319,7 +319,7 @@ class _Object:
             found.append(Delta("arguments", arguments))
 
 
-_KEY_BEGUN = re.compile(r'[\s,]*("[a-z_]{0,16}("\s*(:\s*)?)?)?')
+_KEY_BEGUN = re.compile(r'[\s,]*("[A-Za-z_]{0,32}("\s*(:\s*)?)?)?')
 _IS_NAMED = re.compile(NAME_CHARACTERS + "{1,128}")
 
 
@@ -502,6 +502,8 @@ class CallParser:
                 for call in _read_as(format):
                     parts = parts_of(format.between + call, format.marks)
                     self._ways.append(_Way((*tail, *parts), bare))
+            for pattern in format.more:
+                self._ways.append(_Way((*parts_of(pattern), OBJECT, *tail), bare))
         self._at = self._ended = 0
         self._state = self._tail
 

@@ -31,6 +31,8 @@ class ToolFormat:
     aliases    what other servers call the format
     signs      a chat template that does not write calls itself has this format if it has all words
                of one of these texts, and nothing of `without`
+    more       patterns that may stand, where calls are read, between the arguments of a call and
+               another object within the same marks
     heads      patterns that may stand in front of `opening` where calls are read
     opening    stands once before the calls of an answer, `between` between two of them, `closing`
                behind them
@@ -55,6 +57,7 @@ class ToolFormat:
     aliases: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     opening: str = ""
     between: str = ""
