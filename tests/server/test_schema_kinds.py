@@ -47,6 +47,9 @@ CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"type": "array", "unevaluatedItems": False}, "unevaluatedItems"),
     ({"$dynamicRef": "#a"}, "dynamicRef"),
+    ({"enum": [123456789012345678, "a"]}, "no double"),
+    ({"type": "integer", "minimum": INT64, "maximum": 2 * INT64}, "2^63"),
+    ({"type": "integer", "exclusiveMinimum": INT64 - 3}, "2^63"),
 ]
 # regexes in ECMA's syntax that Rust does not have
 ELSEWHERE = ["a{,3}", r"^\cA$", "{", "[[]a"]
@@ -147,6 +150,11 @@ def takes(grammar: str, text: str) -> bool:
     ("schema", "good", "bad"),
     [
         ({"type": "integer", "minimum": -INT64, "maximum": 9}, ["-123456789", "9"], ["10"]),
+        # a compiler that counts in doubles
+        ({"minimum": 2**53 + 1, "type": "integer"}, [f"{2**53 + 2}"], [f"{2**53}", "1"]),
+        ({"maximum": 2**53 + 1, "type": "number"}, [f"{2**53}"], [f"{2**53 + 2}"]),
+        ({"minimum": -(2**53) - 1}, [f"{-(2**53)}", "1"], [f"{-(2**53) - 2}"]),
+        ({"enum": [123456789012345678, 7]}, ["123456789012345678", "7"], ["8", "1234567890123"]),
         ({"type": "string", "maxLength": 2.0}, ['"ab"'], ['"abc"']),
         ({"type": "string", "pattern": "^[^]$"}, ['"x"', '"é"'], ['""', '"xy"']),
         # the rest of a schema is held beside what is passed over
@@ -210,6 +218,10 @@ def test_json_object_alone_is_any_object() -> None:
         (r"[\U0001F600-\U0001F64F]", "😃", "a"),
         (r"[^\u0000-\u007f]", "é", "z"),
         (r"[\x5d\x5e\x2d]{3}", "]^-", "abc"),
+        (r'"\[a\] \\[b.c]"', r"[a] \[b.c]", r"\[a\]"),
+        (r'"\ud83d\ude00"', "😀", "?"),
+        (r"[&&~b\]\[]{6}", "&&~b][", "a&&~b]"),
+        (". .", "\n\u2028", "a"),
     ],
 )
 def test_characters_of_gbnf_by_number(written: str, good: str, bad: str) -> None:

@@ -19,8 +19,13 @@ from pageturner.text.grammar.json_schema import schema_text
 
 MAX_CHOICES = 4096
 _NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
-# GBNF's ways to write a character by its number
-_BY_NUMBER = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+# Comments, texts and classes of GBNF, and its sign for any character
+_PARTS = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|\.""", re.DOTALL)
+# Its ways to write a character by its number, and what has a meaning in classes of llguidance alone
+_BY_NUMBER = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)|[&~]", re.DOTALL
+)
+_ANY = "[\\x00-\U0010ffff]"
 
 
 def StructuredOutputsParams(
@@ -129,11 +134,25 @@ def literal_regex(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else rf"\x{{{ord(c):x}}}" for c in text)
 
 
-def _by_number(escape: re.Match[str]) -> str:
-    """The character, as GBNF's reader of llguidance takes it."""
-    number = escape[1] or escape[2] or escape[3]
-    if number is None:
-        return escape[0]
+def _part(found: re.Match[str]) -> str:
+    """A part of a GBNF grammar as llguidance's reader of it takes it."""
+    part = found[0]
+    if part == ".":  # a newline too
+        return _ANY
+    if part.startswith("#"):
+        return part
+    part = _BY_NUMBER.sub(_character, part)
+    if part.startswith('"'):
+        part = re.sub(r"(\\\\)|\\([][])", lambda one: one[1] or one[2], part)
+    return part
+
+
+def _character(found: re.Match[str]) -> str:
+    number = found[1] or found[2] or found[3] or ""
+    if found[0] in ("&", "~"):
+        number = f"{ord(found[0]):x}"
+    if not number:
+        return found[0]
     code = int(number, 16)
     return f"\\x{code:02x}" if code < 128 else chr(code)
 
@@ -146,7 +165,9 @@ def _lark(grammar: str) -> str:
         raise bad("invalid_grammar", "a grammar may not set options of llguidance")
     try:
         if "::=" in grammar:
-            grammar = _BY_NUMBER.sub(_by_number, grammar)
+            grammar = _PARTS.sub(_part, grammar)
+            # two halves of a surrogate pair are one character
+            grammar = grammar.encode("utf-16", "surrogatepass").decode("utf-16")
         made: str = any_to_lark(grammar)
     except Exception as error:
         if lacks_memory(error):

@@ -9,9 +9,12 @@ know where a schema came from.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 import warnings
 from collections.abc import Mapping
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -71,6 +74,7 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     if isinstance(pattern := made.get("pattern"), str):
         made["pattern"] = _ANY_CHARACTER.sub(r"[\\s\\S]", pattern)
     _check_optional(made)
+    _tighten(made)
     kinds = made.get("type")
     whole = kinds == "integer"
     if isinstance(kinds, list):
@@ -83,9 +87,11 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     number = "number"
     if whole:
         number = "integer"
+        _check_lower(made, strict)
         _bound(made)
     if not strict:
         _pass_over(made, number)
+    _near_values(made, strict)
     exact = _EXACT.get(str(made.get("format")), ())
     if exact and isinstance(made.get("allOf", []), list):
         made["allOf"] = [*made.get("allOf", []), *({"pattern": one} for one in exact)]
@@ -122,6 +128,59 @@ def _check_optional(schema: dict[str, Any]) -> None:
             )
             message += f" most {MAX_OPTIONAL} are taken: require some of them, or divide the object"
             raise bad("grammar_too_expensive", message)
+
+
+def _tighten(schema: dict[str, Any]) -> None:
+    """Put bounds that no double is, by which the compiler would let their neighbours through, at
+    the next double within."""
+    for name in (*_LOWER, *_UPPER):
+        one = schema.get(name)
+        if type(one) is not int or abs(one) > sys.float_info.max or int(float(one)) == one:
+            continue
+        near, inward = float(one), -math.inf
+        if name in _LOWER:
+            inward = math.inf
+        if (near < one) == (name in _LOWER):
+            near = math.nextafter(near, inward)
+        schema[name] = int(near)
+
+
+def _check_lower(schema: dict[str, Any], strict: bool) -> None:
+    """Pass over, or refuse, lower bounds of whole numbers beyond those that the compiler knows."""
+    for name in _LOWER:
+        if isinstance(one := schema.get(name), int | float) and one >= 2**63:
+            if strict:
+                message = f"{name} of a whole number is {one}, and cannot be held from 2^63 on"
+                raise bad("unsupported_schema", message)
+            for bound in (*_LOWER, *_UPPER):
+                schema.pop(bound, None)
+
+
+def _near_values(schema: dict[str, Any], strict: bool) -> None:
+    """Let through the neighbours of whole numbers among `const` and `enum` that the compiler, which
+    counts in doubles, would write as others. Strict: these are refused."""
+    values = schema.get("enum", [schema.get("const")])
+    if not isinstance(values, list):
+        return
+    whole = (one for one in values if type(one) is int and 2**53 < abs(one) < 2**63 - 2048)
+    beyond = [one for one in whole if Decimal(repr(float(one))) != one]
+    if not beyond:
+        return
+    if strict:
+        raise bad("unsupported_schema", f"the value {beyond[0]} cannot be held: no double is it")
+    ways = [{"type": "integer", "minimum": one, "maximum": one} for one in beyond]
+    for way in ways:
+        near = float(way["minimum"])
+        way["minimum"] = int(math.nextafter(near, -math.inf))
+        way["maximum"] = int(math.nextafter(near, math.inf))
+    rest = [one for one in values if one not in beyond]
+    if rest:
+        ways.append({"enum": rest})
+    for name in ("enum", "const"):
+        schema.pop(name, None)
+    before = schema.get("allOf", [])
+    if isinstance(before, list):
+        schema["allOf"] = [*before, {"anyOf": ways}]
 
 
 def _bound(schema: dict[str, Any]) -> None:
