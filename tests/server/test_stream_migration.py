@@ -56,6 +56,15 @@ def parts(stream: bytes) -> tuple[Any, list[tuple[bytes, int]], bytes]:
     return json.loads(begun.removeprefix(b":pt begin ")), told, last
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_who_only_has_the_model_loaded_is_answered(server: Server, path: str) -> None:
+    """Ollama's clients do that through a router too."""
+    for body in ({"model": "fake"}, {"messages": [], "stream": False}, {"prompt": ""}):
+        told = [server.http.post(path, json=body, headers=headers) for headers in (MARKED, {})]
+        assert [one.status_code for one in told] == [200, 200]
+        assert [one.json()["done_reason"] for one in told] == ["load", "load"]
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_goes_on_behind_any_token(server: Server, path: str) -> None:
     whole = marked(server, path)

@@ -46,6 +46,7 @@ from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.replies import Reply
 from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
+from pageturner.server.api.ollama.ollama_pages import OllamaEndpoint
 from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
 from pageturner.server.api.openai.completions import COMPLETIONS
 from pageturner.server.api.responses.response_store import ResponseRecord, ResponseStore
@@ -105,18 +106,17 @@ class MarkedRoute(Route):
 
 
 class MovableEndpoint:
-    """An endpoint whose streams are marked for who asks for it."""
+    """An endpoint whose streams are marked."""
 
     def __init__(self, service: Service, dialect: Dialect, departures: DrainSet) -> None:
         self._service, self._dialect, self._departures = service, dialect, departures
-        self._plain = GenerateEndpoint(service, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if dict(scope["headers"]).get(MOVES) != b"1":
-            await self._plain(scope, receive, send)
-            return
         marked = MarkedAnswer(self._service, self._dialect, None)
-        await _unless_leaving(marked, self._departures, scope, receive, send)
+        endpoint: ASGIApp = marked
+        if self._dialect in (OLLAMA_CHAT, OLLAMA_GENERATE):
+            endpoint = OllamaEndpoint(self._service, self._dialect is OLLAMA_CHAT, marked)
+        await _unless_leaving(endpoint, self._departures, scope, receive, send)
 
 
 class MovableResponses:

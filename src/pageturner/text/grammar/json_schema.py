@@ -168,11 +168,11 @@ def _near_values(schema: dict[str, Any], strict: bool) -> None:
         return
     if strict:
         raise bad("unsupported_schema", f"the value {beyond[0]} cannot be held: no double is it")
-    ways = [{"type": "integer", "minimum": one, "maximum": one} for one in beyond]
-    for way in ways:
-        near = float(way["minimum"])
-        way["minimum"] = int(math.nextafter(near, -math.inf))
-        way["maximum"] = int(math.nextafter(near, math.inf))
+    ways: list[dict[str, Any]] = []
+    for near in map(float, beyond):
+        low = int(math.nextafter(near, -math.inf))
+        high = int(math.nextafter(near, math.inf))
+        ways.append({"type": "integer", "minimum": low, "maximum": high})
     rest = [one for one in values if one not in beyond]
     if rest:
         ways.append({"enum": rest})

@@ -146,10 +146,13 @@ class OllamaPages:
 class OllamaEndpoint:
     """/api/chat or /api/generate: what asks for nothing is answered here, the rest generates."""
 
-    def __init__(self, service: Service, chat: bool) -> None:
+    def __init__(
+        self, service: Service, chat: bool, generate: GenerateEndpoint | None = None
+    ) -> None:
         self._service = service
         self._said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-        self._generate = GenerateEndpoint(service, OLLAMA_CHAT if chat else OLLAMA_GENERATE)
+        dialect = OLLAMA_CHAT if chat else OLLAMA_GENERATE
+        self._generate = generate or GenerateEndpoint(service, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_open()
