@@ -48,18 +48,27 @@ def called(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
 
 
-@pytest.mark.parametrize(
-    "text", ['{"city":', '{"s": "He said "x""}', "[1]", "null", "plain", '"{}"']
-)
+@pytest.mark.parametrize("text", ['{"city":', '{"s": "He said "x""}', "[1]", "plain", '"{}"'])
 def test_malformed_arguments_are_shown_as_they_are(text: str) -> None:
     (message,) = read_messages([called(text)])
     assert message["tool_calls"][0]["function"]["arguments"] == {"raw_arguments": text}
 
 
-@pytest.mark.parametrize("nothing", ["", " ", None, {}, "{}"])
+@pytest.mark.parametrize("nothing", ["", " ", None, {}, "{}", "null"])
 def test_no_arguments_are_an_empty_object(nothing: Any) -> None:
     (message,) = read_messages([called(nothing)])
     assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_parts_of_text_go_by_several_names() -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "output_text", "text": "b"},
+        {"type": "refusal", "refusal": "c"},
+    ]
+    (message,) = read_messages([{"role": "assistant", "content": parts}])
+    assert [part["text"] for part in message["content"]] == ["a", "b", "c"]
+    assert {part["type"] for part in message["content"]} == {"text"}
 
 
 def test_the_older_form_of_calls_is_a_call_and_its_result() -> None:

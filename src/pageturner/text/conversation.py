@@ -41,6 +41,8 @@ from pageturner.text.chat_template import (
 from pageturner.text.tool_formats import COMMON, GEMMA, PYTHON, TAGGED, ToolFormat, tool_format
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# parts of a content that are text, as the APIs call them, and where that stands
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RAW = "raw_arguments"  # the one argument of a call whose arguments are no JSON object
 NAMES_OF_ROLES = {"developer": "system", "function": "tool"}  # what others call them
 
@@ -343,7 +345,9 @@ def _content(content: Any, i: int) -> Any:
         raise _wrong(f"messages[{i}].content must be a string or a list of parts", "invalid_type")
     parts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        text = None
+        if isinstance(part, dict):
+            text = part.get(_TEXTS.get(str(part.get("type")), ""))
         if not isinstance(text, str):
             raise _wrong(
                 f"messages[{i}].content: only text parts are supported", "unsupported_parameter"
@@ -386,7 +390,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if isinstance(arguments, str):
-        read = _object(arguments) if arguments.strip() else {}
+        read = _object(arguments) if arguments.strip() not in ("", "null") else {}
         # a call that was cut, or is malformed: the model sees what it wrote
         arguments = {RAW: arguments} if isinstance(read, str) else read
     if not isinstance(arguments, dict):
