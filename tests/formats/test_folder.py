@@ -67,6 +67,16 @@ def test_what_a_folder_adds(spm: Path) -> None:
     assert tokenizer.encode("a<|turn|>", add_special=True, parse_special=True)[-1] == 900
     assert 900 not in tokenizer.encode("a<|turn|>", add_special=True, parse_special=False)
     assert 901 in tokenizer.encode("a[x]", add_special=False, parse_special=False)
+    for said, default, others in (
+        ({"default": "D", "tool_use": "T"}, "D", {"tool_use": "T"}),
+        ("S", "S", {}),
+        (5, None, {}),
+        ([], None, {}),
+    ):
+        write(spm, "chat_template.json", {"chat_template": said})
+        tokenizer = load_tokenizer(spm)
+        assert (tokenizer.chat_template, tokenizer.named_templates) == (default, others)
+    (spm / "chat_template.json").unlink()
     (spm / "chat_template.jinja").write_text("J")
     (spm / "additional_chat_templates").mkdir()
     (spm / "additional_chat_templates" / "rag.jinja").write_text("R")

@@ -110,9 +110,11 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """The chat templates of a folder by their names; the usual one is "default". A file of its own
     goes before a key of tokenizer_config.json."""
     found = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if not isinstance(found, list):
-        found = [{"name": "default", "template": found}]
-    named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+    if isinstance(found, str):
+        found = {"default": found}
+    if isinstance(found, list):
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+    named = dict(found) if isinstance(found, dict) else {}
     for path in (folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")):
         if path.is_file():
             name = "default" if path.parent == folder else path.stem

@@ -31,7 +31,7 @@ _TOOLS = """
     layer_types is_decoder tokenizer_* masked_softmax_fusion slow_but_exact attn_implementation
     use_*flash_attn* flash_attn* use_flash_attention* *_in_fp32 *_fusion skip_bias_add
     is_llama_config finetuned transformers.js_config unsloth_* base_model_*_plan use_reentrant
-    use_sliding_window transformers_weights *dropout *dropout_* *_pdrop *_drop
+    neftune_* label_smoothing* use_sliding_window transformers_weights *dropout *dropout_* *_pdrop *_drop
 """
 HARMLESS = f"{_GENERATION} {_TOOLS}".split()
 QUANTISED = "quantization_config compression_config"  # read by models/checkpoint.py
