@@ -21,7 +21,8 @@ from pageturner.errors import ClientError
 from pageturner.http import lifecycle
 from pageturner.http.api_keys import ApiKeys
 from pageturner.http.http_limits import SMALL_BODY, BodyMemory, HttpLimits, limits_of
-from pageturner.http.http_protocol import BoundedProtocol
+from pageturner.http.http_protocol import COUNTED, BoundedProtocol
+from pageturner.http.memory_reserve import MemoryReserve
 from pageturner.http.middleware import RequestMiddleware
 from pageturner.http.receiving import read_body
 from pageturner.http.tls import Certificates
@@ -434,6 +435,24 @@ def test_a_body_of_the_largest_size_fits_and_files_bound_connections(
     limits = limits_of(ServerConfig(max_body_memory=0, max_body_size=1 << 20))
     assert limits.body_memory > 1 << 20
     assert limits.connections == 192
+
+
+def test_chunks_of_a_byte_cost_no_look_at_the_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[int]()
+    plain = MemoryReserve.allows
+    monkeypatch.setattr(
+        MemoryReserve, "allows", lambda self, size: looks.append(size) or plain(self, size)
+    )
+
+    async def work() -> None:
+        async with loopback(head_seconds=9, body_seconds=9) as here:
+            head = HEAD + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+            told = await here.send(head, b"1\r\nx\r\n" * 3 * COUNTED + b"0\r\n\r\n")
+            assert told.startswith("HTTP/1.1 200 OK")
+            assert here.asked[0][1] == b"x" * 3 * COUNTED
+
+    asyncio.run(work())
+    assert len(looks) <= 4
 
 
 def test_no_part_of_an_answer_waits_for_the_receipt_of_another() -> None:

@@ -28,6 +28,7 @@ from pageturner.http.error_responses import error_body
 from pageturner.http.http_limits import OpenConnections
 from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 
+COUNTED = 4096  # bytes of a body that are counted together: a chunk may have a single one
 _HOST = re.compile(rb"[\w!$%&'()*+,.;=~:\[\]-]*")
 
 
@@ -51,7 +52,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._fed = 0  # bytes since then that were no body
         self._head_size = self._headers = 0
         self._parsed = b""  # what the parser is reading
-        self._body_size = 0
+        self._body_size = self._uncounted = 0
         self._body_seen = 0  # at the last look, and when that was different from the one before
         self._heard_at = 0.0
         self._body_base = 0  # what had come at `_since`
@@ -183,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._phase = Phase.BODY
         self._since = self._heard_at = self.loop.time()
         self._fed = self._head_size = self._headers = 0
-        self._body_size = self._body_seen = self._body_base = 0
+        self._body_size = self._body_seen = self._body_base = self._uncounted = 0
 
     def _head_fault(self) -> tuple[int, str, str] | None:
         """Return status, code and message for a head that must not be taken (RFC 9112, 2.3, 3.2 and
@@ -203,19 +204,27 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_size += len(body)
+        self._uncounted += len(body)
+        if self._uncounted >= COUNTED:
+            self._count_body()
+        super().on_body(body)
+
+    def _count_body(self) -> None:
         if self._body_size > self._limits.body_bytes:
             self._release_body()  # it will be refused, and is not kept
         elif not (self._refused or self.cycle.response_started):
-            self._shared.bodies.add(self, len(body))
+            self._shared.bodies.add(self, self._uncounted)
             if not self._shared.memory.allows(self._body_size):
                 self._refuse_for_memory()
+        self._uncounted = 0
         if self._refused:
             raise httptools.HttpParserError("refused")
-        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._phase is Phase.HEAD:
             return  # which will be read again
+        if self._uncounted:
+            self._count_body()
         self._phase = Phase.BETWEEN
         self._shared.bodies.complete(self)
         if not self.cycle.response_complete:
