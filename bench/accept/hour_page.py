@@ -75,7 +75,9 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     for sentence, which in SENTENCES.items():
         yield harness.pytest_line(sentence, TESTS, "-k", which, *always, environment=environment)
     fleet = "tests/router/test_fleet_view.py"
-    yield harness.pytest_line("the fleet, where a stream moved, how far a model is fetched", fleet, *always)
+    yield harness.pytest_line(
+        "the fleet, where a stream moved, how far a model is fetched", fleet, *always
+    )
 
 
 def pictures() -> Iterator[Line]:
