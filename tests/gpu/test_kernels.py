@@ -123,7 +123,7 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(
     assert (many[77] == alone[0]).all()
 
 
-@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 17])
 def test_every_fp8_code_is_exact(ops: GpuOps, rows: int) -> None:
     """Products with ones at one column each: the values themselves, subnormals too. Codes of NaN are not
     among them, such a matrix is in bf16."""

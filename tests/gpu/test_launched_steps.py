@@ -219,6 +219,7 @@ def test_steps_with_rows_of_prompts_and_drafts_are_recorded(name: str) -> None:
     assert len(recorded.ops.graphs.recorded) == 1
 
 
+@pytest.mark.slow
 def test_a_recording_knows_which_wanted_rows_have_adapters() -> None:
     """Where none of them had any when it was made, nothing is added behind the last attention."""
     plain, recorded = Steps(False), Steps(True)
@@ -232,6 +233,7 @@ def test_a_recording_knows_which_wanted_rows_have_adapters() -> None:
     assert len(recorded.ops.graphs.recorded) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_cuts_tokens_off_has_a_recording_of_its_own() -> None:
     plain, recorded = Steps(False), Steps(True)
     runs = [(30, 1), (9, 1)]

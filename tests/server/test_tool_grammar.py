@@ -9,6 +9,7 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pageturner.errors import ClientError
@@ -69,8 +70,8 @@ def walk(grammar: str, seed: int, begin: str = "") -> str:
     for _ in range(1500):
         if matcher.is_accepting() and (draw.random() < 0.6 or matcher.is_stopped()):
             return text.decode("utf-8", "replace")
-        bits = matcher.compute_bitmask()
-        allowed = [token for token in range(256) if bits[token // 8] >> token % 8 & 1]
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8, 32)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
         assert allowed, text
         wanted = hurrying(text)
         ends = [token for token in wanted if token in allowed]

@@ -8,6 +8,7 @@ import random
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 
 from pageturner.formats.tokenizer import Marks, Tokenizer
@@ -82,8 +83,8 @@ def walk(matcher: Matcher, size: int, draw: random.Random) -> list[int]:
     """Random tokens up to the end. Control tokens are liked: text alone would hardly end."""
     tokens: list[int] = []
     while len(tokens) < 3000:
-        bits = matcher.compute_bitmask()
-        allowed = [token for token in range(size) if bits[token // 8] >> token % 8 & 1]
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[:size]).tolist()
         assert allowed, bytes(token for token in tokens if token < END)
         marks = [token for token in allowed if token >= END] + [t for t in b'"}])' if t in allowed]
         plain = [token for token in allowed if 32 < token < 127] or allowed
