@@ -1,27 +1,21 @@
-"""Quality where people look: logprobs of short chats as served, beside fp32 with the same weights; its price.
+"""Quality where people look: logprobs of short chats as served, beside fp32 with the same weights.
 
 Owns the targets. The prompts, the forced answers and the errors are those of bench/quality_prompts.py.
-Numerics were chosen on the prompts of half 0; the figures of half 1 stand beside those of all. The price is
-mixed64 with this tree beside another commit, built in a temporary work tree, in turns: by the clock and by
-processor time.
+Numerics were chosen on the prompts of half 0; the figures of half 1 stand beside those of all.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from harness import DATA, Line
 
 import quality
-import quality_peers
 import quality_prompts as prompts
 from pageturner.formats.hub import cache_folder
 
@@ -30,7 +24,7 @@ MODELS = {
     "Qwen2.5-Coder 0.5B": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     "Gemma 3 270M": "gemma3-270m-q4_k_m.gguf",
 }
-MEAN, P99, COST = 0.005, 0.03, 0.05
+MEAN, P99 = 0.005, 0.03
 KL, SAME = (
     0.00103,
     0.97,
@@ -42,27 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quality-count", type=int, default=100, help="prompts")
     parser.add_argument("--quality-models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
-        "--quality-peers", type=int, metavar="PROMPTS", help="that other engines answer: as many"
-    )
-    parser.add_argument(
         "--quality-tokens", type=int, default=4096, help="of prose; 20440: as in the log"
     )
-    parser.add_argument()
     parser.add_argument("--quality-only", nargs="*", choices=("prompts", "prose"))
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    """Errors for each model, Paris, prose, and the price."""
+    """Errors for each model, Paris, and prose."""
     wanted = arguments.quality_only or ("prompts", "prose")
     if "prompts" in wanted:
         for name in arguments.quality_models:
             file = cache_folder() / MODELS[name]
-            yield from _prompts(name, file, arguments.quality_count, arguments.quality_peers)
+            yield from _prompts(name, file, arguments.quality_count)
     if "prose" in wanted:
         yield from _prose(arguments.quality_tokens)
 
 
-def _prompts(name: str, model: Path, count: int, of_peers: int | None) -> Iterator[Line]:
+def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
     what = f"{name}: error of logprobs as served, {count} prompts x {prompts.ANSWER} tokens"
     path = DATA / "text" / "prompts.jsonl"
     if not model.is_file() or not path.is_file():
@@ -79,7 +69,6 @@ def _prompts(name: str, model: Path, count: int, of_peers: int | None) -> Iterat
         str(other),
         other.mean <= MEAN and other.p99 <= P99,
     )
-    yield from _peers(name, model, forced[:of_peers], base)
     if name == "SmolLM2":
         exact, mine = (
             prompts.answer_to(str(model), prompts.PARIS, **way)
@@ -90,25 +79,6 @@ def _prompts(name: str, model: Path, count: int, of_peers: int | None) -> Iterat
             f"{mine!r}, fp32 {exact!r}",
             mine == exact and "Paris" in mine,
         )
-
-
-def _peers(
-    name: str, model: Path, forced: Sequence[prompts.Forced], base: prompts.Scores
-) -> Iterator[Line]:
-    """What other engines make of the same file, on the first of the prompts: published, not judged."""
-    exact = base.logprobs[: len(forced) * prompts.ANSWER]
-    for engine, score in quality_peers.ENGINES.items():
-        what = f"{name}: error of logprobs of {engine} on {len(forced)} of the same prompts"
-        try:
-            found = score(model, forced)
-        except (OSError, RuntimeError, subprocess.TimeoutExpired) as reason:
-            yield Line(what, f"{reason}", None, run=False)
-            continue
-        off = np.abs(found - exact)
-        figure = f"mean {np.nanmean(off):.4f}, p99 {np.nanquantile(off, 0.99):.4f}, most {np.nanmax(off):.3f}"
-        if absent := int(np.isnan(found).sum()):
-            figure += f" (it told nothing of {absent} of {len(found):,} tokens)"
-        yield Line(what, figure, None)
 
 
 def _prose(tokens: int) -> Iterator[Line]:
