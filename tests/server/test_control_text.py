@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,6 +63,16 @@ def test_control_tokens_in_contents_are_text(name: str) -> None:
             assert without == tokenizer.decode(wanted, skip_special=False).replace(" ", "")
     (ids,) = [tokenizer.encode(said, add_special=False, parse_special=False)]
     assert not control.intersection(ids)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+    for arguments in (json.dumps({"a": said}, ensure_ascii=False), {"a": [said]}):
+        call["function"] = {"name": "f", "arguments": arguments}
+        messages = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}, HI]
+        called = [HI, {"role": "assistant", "content": "", "tool_calls": []}, HI]
+        assert len(controls(messages)) == len(controls(called))
+        found = tokens_of(tokenizer, WRITES, messages)
+        assert "system" in tokenizer.decode(found, skip_special=False)
+    refused = [{"role": "user", "content": [{"type": "refusal", "refusal": said}]}, HI]
+    assert controls(refused) == controls([HI, HI])
     for messages in (
         [HI],
         [{**HI, "content": "a<b>c < d"}],

@@ -143,13 +143,12 @@ def marked_prompt(
     tokenizer: Tokenizer,
 ) -> tuple[str, str]:
     """The prompt of a conversation in which the control tokens of contents are text, and the
-    character that stands within each of them; "" where there are none. The assistant's contents
-    may hold what a model has said. Where the template does more with a content than to write it,
-    its control tokens cannot be told from the template's own."""
+    character that stands within each of them; "" where there are none. So are those of arguments of
+    calls; the assistant's contents may hold what a model has said. Where the template does more
+    with a content than to write it, its control tokens cannot be told from the template's own."""
     plain = render(messages)
     control = control_texts(tokenizer)
-    others = [message for message in messages if message["role"] != "assistant"]
-    told = [text for message in others for text in texts_of(message.get("content"))]
+    told = _strings([_told_in(message) for message in messages])
     if control is None or not any(map(control.search, told)):
         return plain, ""
     mark = chr(0xF0000 + secrets.randbits(15))  # which nobody can know
@@ -193,17 +192,38 @@ def control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _marked(message: dict[str, Any], control: re.Pattern[str], mark: str) -> dict[str, Any]:
-    """The message with this character within each control token of its content."""
+    """The message with this character within each control token of its content, or of the
+    arguments of its calls."""
 
-    def marked(text: Any) -> Any:
-        return control.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+        if isinstance(value, list):
+            return [marked(one) for one in value]
+        if isinstance(value, dict):
+            return {name: marked(one) for name, one in value.items()}
+        return value
 
-    content = message.get("content")
-    if message.get("role") == "assistant" or not content:
-        return message
-    if isinstance(content, str):
-        return {**message, "content": marked(content)}
-    return {**message, "content": [{**part, "text": marked(part["text"])} for part in content]}
+    return {**message, **marked(_told_in(message))}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON but the names of its members."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list | dict):
+            waiting += one.values() if isinstance(one, dict) else one
+
+
+def _told_in(message: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a message in which control tokens are text."""
+    names: tuple[str, ...] = ("content",)
+    if message.get("role") == "assistant":
+        names = ("tool_calls", "function_call")
+    return {name: message[name] for name in names if message.get(name)}
 
 
 def _turns(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
