@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from pageturner.http.responses import encode
 from pageturner.http.stream_marks import MOVES
 
-from .conftest import Server
+from .conftest import Server, _end
 from .test_stream_migration import BODIES
 
 STALL = [{"role": "user", "content": "<|stall|>"}]  # it never gets a token
@@ -26,6 +26,14 @@ SIGNS = {
     "/api/chat": [],
     "/api/generate": [],
 }
+
+
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose streams show soon that they live."""
+    server = Server(tmp_path_factory.mktemp("lively"), [], {"FAKE_ALIVE_SECONDS": "0.3"}, True)
+    yield server
+    _end(server)
 
 
 def stalled(path: str) -> dict[str, Any]:
@@ -46,26 +54,26 @@ def signs(url: str, path: str) -> list[str]:
             told.append(next(lines))
         pings = told.count("event: ping")
         while path == "/v1/messages" and told.count("event: ping") == pings:
-            told.append(next(lines))  # the next one, some seconds later
+            told.append(next(lines))  # the next one, a moment later
         return told
 
 
 @pytest.mark.parametrize("through", ["server", "router"])
-def test_a_stream_shows_that_it_lives(server: Server, start: Any, through: str) -> None:
-    url = server.url if through == "server" else start(server.url, command="route").url
+def test_a_stream_shows_that_it_lives(lively: Server, start: Any, through: str) -> None:
+    url = lively.url if through == "server" else start(lively.url, command="route").url
     with ThreadPoolExecutor(len(SIGNS)) as pool:
         told = dict(zip(SIGNS, pool.map(lambda path: signs(url, path), SIGNS), strict=True))
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert set(told[path]) == {": keep-alive", ""}
-    server.until(lambda: server.metric("vllm:num_requests_running") == 0)
+    lively.until(lambda: lively.metric("vllm:num_requests_running") == 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/chat"])
-def test_signs_of_life_have_no_marks_where_a_stream_cannot_move(server: Server, path: str) -> None:
+def test_signs_of_life_have_no_marks_where_a_stream_cannot_move(lively: Server, path: str) -> None:
     several = {"logprobs": True} if path == "/api/chat" else {"n": 2}
     asked = stalled(path) | several
     with httpx.stream(
-        "POST", server.url + path, json=asked, headers={MOVES.decode(): "1"}, timeout=8
+        "POST", lively.url + path, json=asked, headers={MOVES.decode(): "1"}, timeout=5
     ) as answer:
         told, lines = list[str](), answer.iter_lines()
         with contextlib.suppress(httpx.ReadTimeout):
