@@ -203,7 +203,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias; with --base-url its name",
     )
-    parser.add_argument("--base-url", default="", metavar="URL", help="ask this server instead")
+    parser.add_argument(
+        "--base-url", "--url", default="", metavar="URL", help="ask this server instead"
+    )
     parser.add_argument("--api-key", default="", help="for the server; also from OPENAI_API_KEY")
     parser.add_argument(
         "--chat-template",

@@ -46,9 +46,10 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        message = f"the package cuda-bindings is absent ({error}): {pip_install('gpu')}, or use --device cpu"
+        absent = f"the package cuda-bindings is absent ({error}): {pip_install('gpu')}"
+        message = f"{absent}, or use --device cpu"
         if not nvidia_is_here():
-            message = f"this machine shows no NVIDIA GPU: use --device cpu (and {message})"
+            message = f"this machine shows no NVIDIA GPU: use --device cpu (for another: {absent})"
         raise EngineFault("gpu_absent", message) from error
     return driver
 

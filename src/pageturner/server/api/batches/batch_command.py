@@ -75,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="", help="model, as for serve, if there is no --url (default: smollm2)"
     )
-    parser.add_argument("--url", help="send the requests to this server, and start no engine")
+    parser.add_argument(
+        "--url", "--base-url", help="send the requests to this server, and start no engine"
+    )
     parser.add_argument("--api-key", default="", help="for --url; also from OPENAI_API_KEY")
     parser.add_argument(
         "--window",
