@@ -256,6 +256,10 @@ class Machine:
         if self.config["window"]:
             least = -(-(self.config["window"] - 1) // self.config["block_size"]) + 1
             self.config["sliding"] = least + self.rng.choice((0, 1, 3, 10, 40))
+        recurrent = random.Random(f"states {seed}")
+        if not self.config["window"] and recurrent.random() < 0.4:
+            self.config |= {"chunk": recurrent.choice((1, 2, 3, 4, 8))}
+            self.config |= {name: recurrent.choice((8, 9, 20, 150)) for name in ("states", "tails")}
         self.dice = random.Random(f"prices {seed}")
         self.config["context_price"] = self.dice.choice((0.0, 0.0, 20.0, 300.0))
         beside = random.Random(f"beside {seed}")
@@ -267,7 +271,10 @@ class Machine:
         self.searching = self.rng.choice((0.0, 0.0, 0.3))
         self.drafting = self.rng.choice((0, 0, 1, 4))
         self.pinning = (
-            not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
+            not self.config["window"]
+            and "states" not in self.config
+            and self.config["prefix_caching"]
+            and self.rng.random() < 0.5
         )
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
         self.punctual = random.Random(f"punctual {seed}").random() < 0.25

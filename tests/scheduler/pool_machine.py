@@ -35,7 +35,19 @@ class PoolMachine:
         window = self.rng.choice((0, 0, 0, 1, 2, 3, 5, 8, 13))
         sliding = -(-(window - 1) // size) + 1 + self.rng.choice((0, 1, 5))
         caching = self.rng.random() < 0.8
-        self.pool = make_pool(blocks, size, prefix_caching=caching, window=window, sliding=sliding)
+        recurrent = random.Random(f"states {seed}")
+        options: dict[str, Any] = {"window": window, "sliding": sliding}
+        if not window and recurrent.random() < 0.5:
+            options |= {
+                "chunk": recurrent.choice((1, 2, 3, 4, 8)),
+                "spare": recurrent.choice((0, 2)),
+            }
+            options |= {name: recurrent.choice((2, 4, 9, 30)) for name in ("states", "tails")}
+        self.pool = make_pool(blocks, size, prefix_caching=caching, **options)
+        grain, often = self.pool.grain, recurrent.choice((1, 1, 3))
+        self.pool.wanted = lambda seq, start, end: range(
+            (start // (often * grain) + 1) * often * grain, end + 1, often * grain
+        )
         self.shadow = Shadow(self.pool, self.rng)
         self.alive: list[Sequence] = []
         self.pins = PinnedPrefixes(self.pool)
@@ -59,6 +71,8 @@ class PoolMachine:
             self.release(seq)
         assert pool_stats(self.pool)["blocks_used"] == 0, "blocks leaked"
         assert pool_stats(self.pool).get("recent_blocks_used", 0) == 0, "recent blocks leaked"
+        assert pool_stats(self.pool).get("state_blocks_used", 0) == 0, "states leaked"
+        assert self.pool.tails.available == self.pool.tails.num_blocks, "tails leaked"
         return self
 
     def begin(self) -> None:
@@ -87,10 +101,7 @@ class PoolMachine:
         if kept and self.rng.random() < 0.1:
             self.pins.drop(self.rng.choice(kept).request.id)
         elif (
-            self.alive
-            and self.pool.prefix_caching
-            and not self.pool.window
-            and self.rng.random() < 0.2
+            self.alive and self.pool.prefix_caching and self.pool.plain and self.rng.random() < 0.2
         ):
             seq = min(
                 self.rng.sample(self.alive, min(2, len(self.alive))), key=lambda s: s.request.salt

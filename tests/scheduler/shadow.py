@@ -52,8 +52,7 @@ class Shadow:
         self._pool = pool
         self._rng = rng
         self._stores = [
-            (store, [[0] * pool.block_size for _ in range(store.num_blocks)])
-            for store in (kind.store for kind in pool.kinds)
+            (kind, [[0] * kind.size for _ in range(kind.store.num_blocks)]) for kind in pool.kinds
         ]
 
     def copy(self, *copies: list[tuple[int, int]]) -> None:
@@ -82,11 +81,17 @@ class Shadow:
         public: int,
     ) -> None:
         """The KV of these tokens from position `begin` on, into these tables."""
-        size = self._pool.block_size
         known = self._expected(request, tokens, public)
-        for (_, slots), table in zip(self._stores, tables, strict=False):
+        for (kind, slots), table in zip(self._stores, tables, strict=False):
+            size = kind.size
+            if kind.before:  # what a state is of: the token before it
+                for place in range(begin // size + 1, len(tokens) // size + 1):
+                    if table[place] != GONE:
+                        slots[table[place]] = [known[place * size - 1]]
+                continue
             for position in range(begin, len(tokens)):
-                slots[table[position // size]][position % size] = known[position]
+                if not kind.sparse or table[position // size] != GONE:
+                    slots[table[position // size]][position % size] = known[position]
 
     def read(self, seq: Sequence, n: int) -> list[int]:
         known = [*seq.tokens, *seq.draft][: seq.computed + n]
@@ -102,21 +107,28 @@ class Shadow:
     ) -> list[int]:
         """The chain values that the positions from `begin` on end up with, after everything they attend to
         was verified: all before them, and in recent blocks what the first of them still sees."""
-        size, end = self._pool.block_size, len(tokens)
         known = self._expected(request, tokens, public)
-        seen = [begin + 1 - (kind.window or begin + 1) for kind in self._pool.kinds]
-        for (_, slots), table, first in zip(self._stores, tables, seen, strict=False):
+        for (kind, slots), table in zip(self._stores, tables, strict=False):
+            size, place = kind.size, begin // kind.size
+            if kind.before:
+                assert place == 0 or slots[table[place]] == [known[place * size - 1]], (
+                    f"the state before chunk {place} is that of another prefix"
+                )
+                continue
+            first, end = begin + 1 - (kind.window or begin + 1), len(tokens)
+            if kind.sparse:  # the rows of its chunk that are there
+                first, end = place * size, begin
             for position in range(max(0, first), end):
                 block = table[position // size]
-                assert block != GONE, f"position {position} of {end} was given back"
+                assert block != GONE, f"position {position} of {len(tokens)} was given back"
                 found = slots[block][position % size]
                 assert found == known[position], (
-                    f"position {position} of {end} holds the KV of another prefix"
+                    f"position {position} of {len(tokens)} holds the KV of another prefix"
                 )
         return known[begin:]
 
     def poison(self) -> None:
         """Make blocks that nobody owns and nobody can find unreadable."""
-        for store, slots in self._stores:
-            for block in unowned(store):
-                slots[block] = [-1] * self._pool.block_size
+        for kind, slots in self._stores:
+            for block in unowned(kind.store):
+                slots[block] = [-1] * kind.size

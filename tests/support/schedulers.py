@@ -18,7 +18,7 @@ from pageturner.scheduler.store import GONE, Store
 from pageturner.scheduler.types import Sequence, State
 from pageturner.telemetry.kv_usage import kv_usage
 
-SIZES = ("num_blocks", "max_model_len", "window", "sliding")
+SIZES = ("num_blocks", "max_model_len", "window", "sliding", "states", "tails", "chunk")
 SHORT = {"token_budget": "max_num_batched_tokens", "prefix_caching": "enable_prefix_caching"}
 
 
@@ -40,7 +40,9 @@ def check(stack: SchedulerStack) -> None:
     scheduler = stack.scheduler
     audit_requests(scheduler)
     for seq in scheduler.running:
-        assert len(seq.blocks) == stack.pool.blocks_for(seq.computed + seq.inflight), "spare blocks"
+        for kind in stack.pool.kinds if seq.blocks else ():
+            end = seq.computed + seq.inflight
+            assert len(kind.table(seq)) == kind.places(end), "spare blocks"
         mine = [item.n for plan in scheduler._plans for item in plan.items if item.sequence is seq]
         assert seq.inflight == sum(mine), "more or less is under way than was planned"
     assert scheduler.pool.full.under_way == bool(scheduler._plans), (
@@ -117,13 +119,15 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
         assert pool.full.keys[block] == key, "a sealed block is findable under another content"
     for block in seq.blocks[seq.num_cached_blocks :]:
         assert pool.full.keys[block] is None, "a block that is still written can be found"
+    check_recurrent(pool, seq)
     assert len(seq.sliding) == (len(seq.blocks) if pool.window else 0), (
         "the tables differ in length"
     )
     released = seq.sliding.released
-    assert released == pool.kinds[-1].first_seen(seq.computed), (
-        "a block is kept or given back at the wrong time"
-    )
+    if pool.window:
+        assert released == pool.kinds[1].first_seen(seq.computed), (
+            "a block is kept or given back at the wrong time"
+        )
     kept = seq.sliding[released:]
     assert seq.sliding[:released] == [GONE] * released, "a block was not given back"
     assert len(set(kept)) == len(kept), "a sliding block is twice in one table"
@@ -132,6 +136,29 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
         assert pool.sliding.keys[block] == beside, (
             "a sliding block is findable beside another content"
         )
+
+
+def check_recurrent(pool: BlockPool, seq: Sequence) -> None:
+    """Of the chunks that are over a sequence has nothing, of the one under way its state and its rows."""
+    if pool.states.num_blocks == 0 or not seq.blocks:
+        assert {*seq.states, *seq.tail} <= {GONE}
+        return
+    size, chunk, start = pool.block_size, pool.chunk, seq.computed // pool.chunk
+    for table in (seq.states, seq.tail):
+        assert table.released == start, "a state or a tail is kept or given back at the wrong time"
+        assert table[:start] == [GONE] * start, "a state or a tail was not given back"
+        kept = [block for block in table if block != GONE]
+        assert len(set(kept)) == len(kept), "a state or a tail is twice in one table"
+    assert start == 0 or seq.states[start] != GONE, "the state before the next token is gone"
+    assert seq.computed % chunk == 0 or seq.tail[start] != GONE, "rows of the chunk are gone"
+    for place in range(start, len(seq.states)):
+        slot, position = seq.states[place], place * chunk
+        block = position // size - 1
+        sealed = place > 0 and position % size == 0 and block < seq.num_cached_blocks
+        key = pool.full.keys[seq.blocks[block]] if sealed else None
+        if slot != GONE:
+            assert pool.states.keys[slot] == key, "a state is findable under another prefix"
+    assert not pool.tails.index, "a tail can be found"
 
 
 def check_store(store: Store, tables: Iterable[list[int]]) -> None:

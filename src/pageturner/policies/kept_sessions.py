@@ -70,7 +70,7 @@ class KeptSessions:
     def most(self) -> int:
         """Blocks that may be claimed at once. None are with layers that have a window (their blocks
         go while a sequence still runs), and without the prefix cache."""
-        if not self._pool.prefix_caching or self._pool.window:
+        if not self._pool.prefix_caching or not self._pool.plain:
             return 0
         return int(
             self._config.max_session_share * max(0, self._pool.full.num_blocks - self._pool.pinned)

@@ -82,10 +82,11 @@ class PinnedPrefixes:
         self._largest[id] = ways * self._pool.blocks_for(seq.limit - 1)
 
     def _check(self, seq: Sequence) -> None:
-        if not self._pool.prefix_caching or self._pool.window:
+        if not self._pool.prefix_caching or not self._pool.plain:
             raise Refused(
                 "pin_unsupported",
-                "a prefix can be pinned where prefix caching is on and no layer has a sliding window",
+                "a prefix can be pinned where prefix caching is on and no layer is recurrent or has a"
+                " sliding window",
             )
         peak = seq.limit - 1
         need = self._pool.blocks_for(peak)

@@ -24,7 +24,7 @@ from pageturner.policies.step_time import StepTimeModel
 from pageturner.policies.work_pricing import WorkPricing
 from pageturner.request import Refused, Request
 from pageturner.scheduler.batching import Policy
-from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.blocks import CHUNK, BlockPool
 from pageturner.scheduler.group import Group
 from pageturner.scheduler.listener import Listener
 from pageturner.scheduler.order import Order
@@ -131,18 +131,32 @@ def make_scheduler(
     max_model_len: int = 8192,
     window: int = 0,
     sliding: int = 0,
+    states: int = 0,
+    tails: int = 0,
+    chunk: int = CHUNK,
     model: str = "",
     listeners: tuple[Listener, ...] = (),
 ) -> SchedulerStack:
     """A scheduler over so many blocks. ValueError for a name or a size that does not exist.
 
     window, sliding  positions that a query sees in sliding blocks, and how many of these there are
+    states, tails    slots and blocks of recurrent layers, which have a state every `chunk` positions
     model            names the weights, for the keys of cached blocks
     listeners        who else wants to be told
     """
     check_names(config)
-    caching, pages = config.enable_prefix_caching, {"window": window, "sliding": sliding}
-    pool = BlockPool(num_blocks, config.block_size, prefix_caching=caching, **pages, model=model)
+    pool = BlockPool(
+        num_blocks,
+        config.block_size,
+        prefix_caching=config.enable_prefix_caching,
+        window=window,
+        sliding=sliding,
+        states=states,
+        tails=tails,
+        spare=config.max_num_seqs,
+        chunk=chunk,
+        model=model,
+    )
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
     background, sessions = BackgroundWork(), KeptSessions(pool, config)

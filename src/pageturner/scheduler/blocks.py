@@ -9,11 +9,14 @@ nor time.
     sliding  blocks of the layers with a sliding window, if there are any: these see the last
              `window` positions only. `trim` gives blocks back as soon as the next query sees none
              of their positions
+    states   slots of the states of recurrent layers, before some chunks of CHUNK positions: written
+             once, by the step that computes the last row before the chunk
+    tail     blocks of the rows of one unfinished chunk in recurrent layers; never findable
 
 A full, computed block is findable by its key (block_keys.py): the index is a radix tree at block
 grain, flattened into a dict. Blocks pinned without a salt are public: a salted sequence may begin
 with them; behind them its keys are salted again. A sliding block has the key of the full block
-beside it.
+beside it, a state that of the full block that ends where it stands.
 
 The positions of a sequence, and who may write into their blocks:
     [0, cached * size)                shared with the index: findable, never written again
@@ -24,13 +27,16 @@ The positions of a sequence, and who may write into their blocks:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import attrgetter
 
 from pageturner.block_keys import block_key, chain_keys, root_key, salted_key
-from pageturner.scheduler.store import GONE, Pages, Store, Table
+from pageturner.scheduler.store import GONE, Pages, Store
 from pageturner.scheduler.types import Sequence
+
+CHUNK = 32  # positions between two states: part of what recurrent layers compute, and no setting
 
 
 class BlockPool:
@@ -40,8 +46,16 @@ class BlockPool:
     window   positions, its own included, that a query sees in sliding blocks; 0: there are none of
              these
     sliding  how many sliding blocks there are, enough for one token and what it sees
+    states   slots for recurrent states, and as many blocks for tails as `tails` says; 0: there are
+             no recurrent layers
+    spare    states that are left to the sequences which run, when a step keeps some that it passes
     model    names the weights that KV is computed with, for the keys of blocks
     kinds    the kinds of pages, the full blocks first
+    plain    all that there is are full blocks
+    wanted   tells which positions within a step (sequence, its start, its end) get a state that
+             stays, as far as there is room: multiples of `grain`, which is where a state can be
+             found again
+    on_state  called with a sequence, a position and the slot, when a state becomes findable
     public   full blocks that are pinned without a salt; pinned: how many blocks no request can get
              because ended requests keep them, or will. Both are set by PinnedPrefixes
     """
@@ -54,6 +68,10 @@ class BlockPool:
         prefix_caching: bool = True,
         window: int = 0,
         sliding: int = 0,
+        states: int = 0,
+        tails: int = 0,
+        spare: int = 0,
+        chunk: int = CHUNK,
         model: str = "",
     ) -> None:
         if num_blocks < 1 or not 1 <= block_size <= 256:
@@ -67,7 +85,18 @@ class BlockPool:
             self.kinds.append(Pages(self.sliding, attrgetter("sliding"), block_size, window))
             if sliding < (least := self.kinds[1].most_seen(1)):
                 raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
-        self._windowed = self.kinds[1:]
+        self.states, self.tails, self.chunk, self.spare = Store(states), Store(tails), chunk, spare
+        if states:
+            self.kinds.append(Pages(self.tails, attrgetter("tail"), chunk, 1, sparse=True))
+            before = Pages(self.states, attrgetter("states"), chunk, 1, sparse=True, before=True)
+            self.kinds.append(before)
+            if min(states, tails) < 2:
+                raise ValueError(f"{states} states and {tails} tails: at least two of each")
+        self._windowed, self._sparse = self.kinds[1:], [k for k in self.kinds if k.sparse]
+        self._dense = [kind for kind in self.kinds if not kind.sparse]
+        self.plain, self.grain = len(self.kinds) == 1, math.lcm(block_size, chunk)
+        self.wanted: Callable[[Sequence, int, int], Iterable[int]] = lambda seq, start, end: ()
+        self.on_state: Callable[[Sequence, int, int], None] = lambda seq, position, slot: None
         self._model = model
         self.public, self.pinned = frozenset[int](), 0
 
@@ -77,14 +106,15 @@ class BlockPool:
 
     def longest_step(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
-        blocks = min(kind.first_seen(computed) + kind.store.num_blocks for kind in self.kinds)
+        blocks = min(kind.first_seen(computed) + kind.store.num_blocks for kind in self._dense)
         return blocks * self.block_size - computed
 
     def side_by_side(self, tokens: int) -> int:
         """Return how many sequences of so many tokens fit side by side, in steps of any size,
         beside what is pinned; one always does."""
-        blocks = min(kind.store.num_blocks for kind in self.kinds) - self.pinned
-        return max(1, blocks // self.blocks_for(tokens))
+        blocks = min(kind.store.num_blocks for kind in self._dense) - self.pinned
+        most = [kind.store.num_blocks // 2 for kind in self._sparse]
+        return max(1, min([blocks // self.blocks_for(tokens), *most]))
 
     def share(self, ways: int) -> int:
         """Positions that each of so many sequences can hold side by side, however the others are
@@ -92,8 +122,13 @@ class BlockPool:
         blocks = (self.full.num_blocks - self.pinned) // ways
         for kind in self._windowed:
             if kind.store.num_blocks // ways < kind.most_seen(1):
-                blocks = min(blocks, kind.store.num_blocks // ways)
+                blocks = 0 if kind.sparse else min(blocks, kind.store.num_blocks // ways)
         return blocks * self.block_size
+
+    def has_states_for(self, joining: int, running: int) -> bool:
+        """Return whether so many more sequences find states and tails beside those that run. Each
+        may take one more in a step, and gives one back behind it."""
+        return all(2 * joining + running <= kind.store.available for kind in self._sparse)
 
     def blocks_needed(
         self, seq: Sequence, tokens: int, step: int, beside: int = 0
@@ -146,8 +181,13 @@ class BlockPool:
         """The cached blocks that begin the sequence. Its last token is never among them, because a
         step must compute its logits; nor is anything from `logits_from` on. With a window, the
         longest beginning behind which all that is still seen is cached."""
+        blocks, usable = self._search(seq)
+        return blocks[:usable]
+
+    def _search(self, seq: Sequence) -> tuple[list[int], int]:
+        """The full blocks that begin the sequence, and how many of them it can take."""
         if not self.prefix_caching:
-            return []
+            return [], 0
         size, limit = self.block_size, _attachable_at_most(seq)
         blocks = self._public_of(seq, limit) if seq.request.salt else []
         public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
@@ -159,9 +199,11 @@ class BlockPool:
             blocks.append(block)
             if self.window:
                 run = run + 1 if key in self.sliding.index else 0
-            if not self.window or run >= len(blocks) - self.kinds[1].first_seen((place + 1) * size):
+            end = (place + 1) * size
+            seen = not self.window or run >= len(blocks) - self.kinds[1].first_seen(end)
+            if seen and (not self._sparse or (end % self.chunk == 0 and key in self.states.index)):
                 usable = len(blocks)
-        return blocks[:usable]
+        return blocks, usable
 
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """Return the public blocks that this sequence begins with."""
@@ -179,7 +221,9 @@ class BlockPool:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source
         where that is longer, by reference. Returns tokens gained."""
         self._fetch(seq)
-        source, seq.blocks = seq.source, self.match(seq)
+        source = seq.source
+        found, usable = self._search(seq)
+        seq.blocks = found[:usable]
         if source is not None and self._takes_from_source(seq, len(seq.blocks)):
             # All but its last token: logits are wanted once more. Its block is copied when it is
             # written.
@@ -191,16 +235,24 @@ class BlockPool:
             source, seq.num_cached_blocks = None, len(seq.blocks)
             seq.public = self._count_public(seq, seq.blocks)
             seq.computed = seq.num_cached_blocks * self.block_size
-        if self.window:
-            released = self.kinds[1].first_seen(seq.computed)
-            beside = [
-                source.sliding[i] if source else self.sliding.index[self._key(seq, i, 0)]
-                for i in range(released, len(seq.blocks))
-            ]
-            seq.sliding = Table([GONE] * released + beside, released)
+        seq.branch = len(found) * self.block_size // self.grain * self.grain
+        for kind in self._windowed:
+            table, released = kind.table(seq), kind.first_seen(seq.computed)
+            end = kind.places(seq.computed) if kind.sparse else len(seq.blocks)
+            beside = [self._beside(kind, seq, source, i) for i in range(released, end)]
+            table[:] = [GONE] * released + beside
+            table.released = released
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
+
+    def _beside(self, kind: Pages, seq: Sequence, source: Sequence | None, place: int) -> int:
+        """The block of another kind that goes with the full blocks which a sequence attaches."""
+        if source is not None:
+            return int(kind.table(source)[place])
+        if kind.before:  # before the first position there is nothing
+            place = place * self.chunk // self.block_size - 1
+        return kind.store.index[self._key(seq, place, 0)] if place >= 0 else GONE
 
     def _count_public(self, seq: Sequence, blocks: list[int]) -> int:
         """Return how many of the blocks a salted sequence has from what is public."""
@@ -240,28 +292,30 @@ class BlockPool:
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
-        start, end = seq.computed + seq.inflight, len(seq.blocks)
-        first = start // self.block_size
-        spare = min(
-            store.available - store.num_new_blocks(table, first, end)
-            for store, table in self._tables(seq)
-        )
-        return 0 if spare < 0 else (end + spare) * self.block_size - start
+        start = seq.computed + seq.inflight
+        return min(kind.room(seq, start) for kind in self.kinds)
 
     def extend(self, seq: Sequence, n: int) -> bool:
         """Make the next n positions writable: take blocks, copy shared ones. All or nothing."""
         start = seq.computed + seq.inflight
         first, end = start // self.block_size, -(-(start + n) // self.block_size)
         alone = n == 1 and end == len(seq.blocks) and self.full.refs[seq.blocks[first]] == 1
-        if alone and (not self.window or self.sliding.refs[seq.sliding[first]] == 1):
+        if alone and (self.plain or all(kind.alone(seq, start) for kind in self._windowed)):
             return True  # what nearly every call is: the next token of a block of its own
-        tables = self._tables(seq)
+        written = [
+            (kind.store, kind.table(seq), kind.written(seq, start, n)) for kind in self.kinds
+        ]
         if any(
-            store.num_new_blocks(table, first, end) > store.available for store, table in tables
+            store.num_new_blocks(table, *places) > store.available
+            for store, table, places in written
         ):
             return False
-        for store, table in tables:
-            store.write(table, first, end)
+        for store, table, places in written:
+            store.write(table, *places)
+        for position in self.wanted(seq, start, start + n) if self._sparse else ():
+            place = position // self.chunk
+            if seq.states[place] == GONE and self.states.available > self.spare:
+                self.states.fill(seq.states, place)
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
@@ -275,15 +329,19 @@ class BlockPool:
             if self.window:
                 self.sliding.publish(seq.sliding, place, key)
             seq.num_cached_blocks = place + 1
+            end = (place + 1) * self.block_size
+            if self._sparse and end % self.chunk == 0 and seq.states[end // self.chunk] != GONE:
+                self.states.publish(seq.states, end // self.chunk, key)
+                self.on_state(seq, end, seq.states[end // self.chunk])
 
     def trim(self, seq: Sequence) -> None:
         """Give back the blocks behind the tokens that are computed or under way (rejected drafts),
         and the sliding ones of which the next token sees nothing. Call it behind
         `cache_full_blocks`."""
         keep = -(-(seq.computed + seq.inflight) // self.block_size)
-        if len(seq.blocks) > keep:
-            for store, table in self._tables(seq):
-                store.truncate(table, keep)
+        if len(seq.blocks) > keep or self._sparse:
+            for kind in self.kinds:
+                kind.store.truncate(kind.table(seq), kind.places(seq.computed + seq.inflight))
         for kind in self._windowed:
             kind.store.give_back(kind.table(seq), kind.first_seen(seq.computed))
 
@@ -292,7 +350,7 @@ class BlockPool:
         cache."""
         mine, theirs = seq.request, other.request
         apart = (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
-        if not self.prefix_caching or self.window or apart:
+        if not self.prefix_caching or not self.plain or apart:
             return 0
         limit = min(_attachable_at_most(seq), len(other.tokens))
         size, same = self.block_size, 0
@@ -308,7 +366,10 @@ class BlockPool:
         `src`."""
         self.trim(src)
         dst.blocks = list(src.blocks)
-        dst.sliding = Table(src.sliding, src.sliding.released)
+        for kind in self._windowed:
+            theirs, mine = kind.table(src), kind.table(dst)
+            mine[:] = theirs
+            mine.released = theirs.released
         dst.computed, dst.num_cached_blocks, dst.public = (
             src.computed,
             src.num_cached_blocks,
@@ -322,7 +383,8 @@ class BlockPool:
         """Take everything back."""
         for store, table in self._tables(seq):
             store.truncate(table, 0)
-        seq.sliding.released = 0
+        for kind in self._windowed:
+            kind.table(seq).released = 0
         seq.computed = seq.inflight = seq.num_cached_blocks = seq.public = 0
 
     def begin(self) -> list[list[tuple[int, int]]]:

@@ -13,6 +13,7 @@ A block is, at every moment, exactly one of:
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -77,12 +78,14 @@ class Store:
         refs = self.refs
         return [i for i in range(first, min(end, len(table))) if refs[table[i]] > 1]
 
-    def num_new_blocks(self, table: list[int], first: int, end: int) -> int:
+    def num_new_blocks(self, table: list[int], first: int, end: int, since: int = 0) -> int:
         """Blocks that `write` would take."""
-        return max(0, end - len(table)) + len(self.shared_places(table, first, end))
+        new = max(0, end - max(len(table), since))
+        return new + len(self.shared_places(table, first, end))
 
-    def write(self, table: list[int], first: int, end: int) -> None:
-        """Make places first .. end-1 writable: copy shared blocks, take new ones."""
+    def write(self, table: list[int], first: int, end: int, since: int = 0) -> None:
+        """Make places first .. end-1 writable: copy shared blocks, take new ones. New places before
+        `since` stay GONE."""
         for i in self.shared_places(table, first, end):
             source, table[i] = table[i], self._take()
             self.copies.append((source, table[i]))
@@ -91,7 +94,11 @@ class Store:
             self.sharing += 1
             self.drop(source)
         while len(table) < end:
-            table.append(self._take())
+            table.append(GONE if len(table) < since else self._take())
+
+    def fill(self, table: list[int], place: int) -> None:
+        """Give a place that is GONE a block of its own."""
+        table[place] = self._take()
 
     def publish(self, table: list[int], place: int, key: bytes) -> None:
         """Make a block findable. Where an equal one is findable already, switch to that one."""
@@ -184,12 +191,53 @@ class Pages:
     table   returns the table of a sequence
     size    tokens of one place
     window  positions, its own included, that a query sees in these pages; 0: all before it
+    sparse  of the new places of a step only those must have a block at which the sequence may stand
+            behind it: the last one, and with drafts those from the first draft on
+    before  a place holds what is before its first position (a recurrent state), and is written
+            once, by the step that computes the position before it
     """
 
     store: Store
     table: Callable[[Any], Any]
     size: int
     window: int = 0
+    sparse: bool = False
+    before: bool = False
+
+    def places(self, tokens: int) -> int:
+        """The places that so many tokens have."""
+        return -(-(tokens + self.before) // self.size)
+
+    def written(self, seq: Any, start: int, n: int) -> tuple[int, int, int]:
+        """The places that a step of n tokens from position `start` on writes: the first, the end,
+        and the first of the new ones that must have a block."""
+        first = start // self.size + self.before
+        if not self.sparse:
+            return first, self.places(start + n), first
+        return first, self.places(start + n), max(first, self._last(seq, start + n))
+
+    def _last(self, seq: Any, end: int) -> int:
+        """The last place of a step that ends there, or of its tokens that are no drafts."""
+        return self.places(min(end, len(seq.tokens)) if seq.draft else end) - 1
+
+    def alone(self, seq: Any, position: int) -> bool:
+        """Return whether the sequence has what `position` is written into for itself."""
+        table = self.table(seq)
+        first, end, _ = self.written(seq, position, 1)
+        return end <= len(table) and (first >= end or self.store.refs[table[first]] == 1)
+
+    def room(self, seq: Any, start: int) -> int:
+        """How many positions from `start` on could be made writable now."""
+        table = self.table(seq)
+        end = len(table)
+        spare = self.store.available - self.store.num_new_blocks(
+            table, start // self.size + self.before, end
+        )
+        if self.sparse and spare > 0:
+            if not seq.draft:
+                return sys.maxsize
+            end = max(end, self._last(seq, sys.maxsize))
+        return 0 if spare < 0 else (end + spare) * self.size - self.before - start
 
     def first_seen(self, position: int) -> int:
         """The first place of which the query at `position` sees anything."""
@@ -197,5 +245,5 @@ class Pages:
 
     def most_seen(self, step: int) -> int:
         """Most places that hold what a step of so many tokens sees: window - 1 + step positions in
-        a row."""
-        return -(-(self.window + step - 2) // self.size) + 1
+        a row, or two of a sparse kind: the last one, and the one before it."""
+        return 2 if self.sparse else -(-(self.window + step - 2) // self.size) + 1

@@ -46,6 +46,10 @@ class Sequence:
     computed  how many of them have their KV in `blocks`
     blocks    block ids; block i holds positions i*block_size .. (i+1)*block_size-1
     sliding   with a sliding window, the block table of the layers that have one
+    states    with recurrent layers, the slots of the states before each chunk of positions; few
+              chunks have one, and the first needs none
+    tail      with recurrent layers, the blocks of the rows of each chunk: only of the unfinished one
+    branch    position up to which others had computed the same prompt, when it was attached
     draft     proposed tokens behind `tokens`, not yet verified
     num_cached_blocks  how many leading blocks the prefix cache can find by content
     block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no
@@ -72,6 +76,9 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     sliding: Table = field(default_factory=Table)
+    states: Table = field(default_factory=Table)
+    tail: Table = field(default_factory=Table)
+    branch: int = 0
     draft: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     block_keys: list[bytes] = field(default_factory=list)

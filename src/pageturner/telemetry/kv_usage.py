@@ -51,9 +51,11 @@ def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> di
 
 
 def pool_stats(pool: BlockPool) -> dict[str, float]:
-    """Figures of the full blocks, and with a window those of the sliding ones by names with
-    "recent_"."""
-    return store_stats(pool.full) | (store_stats(pool.sliding, "recent_") if pool.window else {})
+    """Figures of the full blocks, and those of the sliding ones and of the states of recurrent
+    layers, where there are any, by names with "recent_" and "state_"."""
+    sliding = store_stats(pool.sliding, "recent_") if pool.window else {}
+    states = store_stats(pool.states, "state_") if pool.states.num_blocks else {}
+    return store_stats(pool.full) | sliding | states
 
 
 def store_stats(store: Store, prefix: str = "") -> dict[str, float]:

@@ -35,7 +35,7 @@ def alike_steps(
     """
     running, pool = scheduler.running, scheduler.pool
     may_join = scheduler.waiting and len(running) < scheduler.slots
-    if not running or may_join or pool.window or not scheduler.policy.steady:
+    if not running or may_join or not pool.plain or not scheduler.policy.steady:
         return None
     context = 0
     for seq in running:

@@ -163,7 +163,7 @@ class _Replica:
         """The keys of its cached KV, the next to be overwritten first. None where it holds more
         than cached blocks: pins, a window."""
         pool = self.scheduler.pool
-        if pool.window or self.scheduler.has_work or self.scheduler.load[2]:
+        if not pool.plain or self.scheduler.has_work or self.scheduler.load[2]:
             return None
         keys = [pool.full.keys[block] for block in pool.full.cached]
         return [key for key in keys if key is not None]
