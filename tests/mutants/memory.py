@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pageturner.scheduler.blocks import BlockPool, block_key
-from pageturner.scheduler.store import Store, Table
+from pageturner.scheduler.store import Pages, Store, Table
 from pageturner.scheduler.types import Sequence
 
 from .bugs import Swap, bug, nothing
@@ -18,6 +18,7 @@ APART = "what carries a salt is kept apart"
 LOGITS = "what has to be computed is computed, however much is cached"
 AGE = "children are evicted before their parents"
 WINDOW = "a window keeps what is still seen, and gives back what is not"
+STATE = "a state is that of all tokens before it, and is there when it is needed"
 ROOM = "who is let in finds the room that was promised"
 
 
@@ -215,6 +216,33 @@ def steps_longer_than_the_sliding_blocks(swap: Swap) -> None:
 @bug(ROOM, config={"window": 3})
 def sliding_blocks_not_promised(swap: Swap) -> None:
     swap.wrap(BlockPool.blocks_needed, lambda old, *args: (old(*args)[0], 0))
+
+
+@bug(ROOM, config={"window": 0, "states": 8, "tails": 8, "chunk": 2})
+def states_not_promised(swap: Swap) -> None:
+    swap.wrap(BlockPool.has_states_for, lambda old, *args: True)
+
+
+# -- recurrent states
+RECURRENT = {"window": 0, "states": 20, "tails": 20, "chunk": 3, "prefix_caching": True}
+
+
+@bug(STATE, config=RECURRENT)
+def any_state_goes_with_a_prefix(swap: Swap) -> None:
+    def beside(old: Any, pool: BlockPool, kind: Pages, *args: Any) -> int:
+        found: int = old(pool, kind, *args)
+        return next(iter(pool.states.index.values())) if kind.before and found >= 0 else found
+
+    swap.wrap(BlockPool._beside, beside)
+
+
+@bug(STATE, config=RECURRENT)
+def the_grid_begins_where_a_step_begins(swap: Swap) -> None:
+    def written(old: Any, kind: Pages, seq: Sequence, start: int, n: int) -> Any:
+        first, end, since = old(kind, seq, start, n)
+        return (first, end, end) if kind.before and start % kind.size else (first, end, since)
+
+    swap.wrap(Pages.written, written)
 
 
 @bug(ROOM, config={"policy": "orca"})

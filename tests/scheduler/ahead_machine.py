@@ -17,6 +17,7 @@ from pageturner.scheduler.types import Output, Plan, Result, Sequence, State
 from support.schedulers import check
 
 from .machine import Build, Machine, candidates, next_token, prompt_logprob
+from .shadow import tables
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ class AheadMachine(Machine):
                     len(seq.tokens) + unknown,
                     [*seq.tokens, *seq.draft][: item.start + item.n],
                     unknown,
-                    [list(seq.blocks), list(seq.sliding)],
+                    [list(table) for table in tables(self.pool, seq)],
                     item.scored,
                     seq.public,
                 )

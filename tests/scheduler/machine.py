@@ -260,6 +260,7 @@ class Machine:
         if not self.config["window"] and recurrent.random() < 0.4:
             self.config |= {"chunk": recurrent.choice((1, 2, 3, 4, 8))}
             self.config |= {name: recurrent.choice((8, 9, 20, 150)) for name in ("states", "tails")}
+            self.config["snapshot_interval"] = recurrent.choice((1, 5, 2048))
         self.dice = random.Random(f"prices {seed}")
         self.config["context_price"] = self.dice.choice((0.0, 0.0, 20.0, 300.0))
         beside = random.Random(f"beside {seed}")

@@ -38,10 +38,7 @@ class PoolMachine:
         recurrent = random.Random(f"states {seed}")
         options: dict[str, Any] = {"window": window, "sliding": sliding}
         if not window and recurrent.random() < 0.5:
-            options |= {
-                "chunk": recurrent.choice((1, 2, 3, 4, 8)),
-                "spare": recurrent.choice((0, 2)),
-            }
+            options["chunk"] = recurrent.choice((1, 2, 3, 4, 8))
             options |= {name: recurrent.choice((2, 4, 9, 30)) for name in ("states", "tails")}
         self.pool = make_pool(blocks, size, prefix_caching=caching, **options)
         grain, often = self.pool.grain, recurrent.choice((1, 1, 3))

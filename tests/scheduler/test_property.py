@@ -47,6 +47,8 @@ FORCED = {
     "recomputed_tokens": 500,
     "given_back": 5000,  # by windows that move on
     "recent_evictions": 1000,  # of what they gave back
+    "state_evictions": 100,
+    "state_blocks_cached": 200,
     "expired": 80,
     "refused_late": 5,
 }
@@ -58,6 +60,8 @@ FORCED_OF_BLOCKS = {
     "public": 30,
     "recent_copies": 50,
     "recent_evictions": 100,
+    "state_evictions": 50,
+    "state_blocks_cached": 100,
 }
 
 

@@ -35,6 +35,12 @@ class SchedulerConfig:
     max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
+    snapshot_interval: int = option(
+        2048,
+        "tokens between the states of recurrent layers that are kept of a prompt, beside those at its end"
+        " and where it parts from others",
+        least=1,
+    )
     policy: str = option(
         "chunked",
         "batching policy: who gets how many tokens in a step",

@@ -20,6 +20,7 @@ from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.session_starts import SessionStarts
 from pageturner.policies.single_sequence import SingleSequence
+from pageturner.policies.snapshots import Snapshots
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.policies.work_pricing import WorkPricing
 from pageturner.request import Refused, Request
@@ -153,10 +154,11 @@ def make_scheduler(
         sliding=sliding,
         states=states,
         tails=tails,
-        spare=config.max_num_seqs,
         chunk=chunk,
         model=model,
     )
+    if states:
+        Snapshots(pool, config.snapshot_interval)
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
     background, sessions = BackgroundWork(), KeptSessions(pool, config)

@@ -48,7 +48,6 @@ class BlockPool:
     sliding  how many sliding blocks there are, enough for one token and what it sees
     states   slots for recurrent states, and as many blocks for tails as `tails` says; 0: there are
              no recurrent layers
-    spare    states that are left to the sequences which run, when a step keeps some that it passes
     model    names the weights that KV is computed with, for the keys of blocks
     kinds    the kinds of pages, the full blocks first
     plain    all that there is are full blocks
@@ -70,7 +69,6 @@ class BlockPool:
         sliding: int = 0,
         states: int = 0,
         tails: int = 0,
-        spare: int = 0,
         chunk: int = CHUNK,
         model: str = "",
     ) -> None:
@@ -85,7 +83,7 @@ class BlockPool:
             self.kinds.append(Pages(self.sliding, attrgetter("sliding"), block_size, window))
             if sliding < (least := self.kinds[1].most_seen(1)):
                 raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
-        self.states, self.tails, self.chunk, self.spare = Store(states), Store(tails), chunk, spare
+        self.states, self.tails, self.chunk = Store(states), Store(tails), chunk
         if states:
             self.kinds.append(Pages(self.tails, attrgetter("tail"), chunk, 1, sparse=True))
             before = Pages(self.states, attrgetter("states"), chunk, 1, sparse=True, before=True)
@@ -312,9 +310,10 @@ class BlockPool:
             return False
         for store, table, places in written:
             store.write(table, *places)
+        # of those that it passes it keeps some, and leaves one for each sequence that may run
         for position in self.wanted(seq, start, start + n) if self._sparse else ():
             place = position // self.chunk
-            if seq.states[place] == GONE and self.states.available > self.spare:
+            if seq.states[place] == GONE and self.states.available > self.tails.num_blocks // 2:
                 self.states.fill(seq.states, place)
         return True
 

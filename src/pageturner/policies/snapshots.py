@@ -1,0 +1,129 @@
+"""Snapshots: which states of recurrent layers stay behind sequences, and which of them goes first.
+
+A state takes the memory of some thousand tokens of KV, and a prompt can be taken up only where one
+stands: so few are kept, at places where another prompt is likely to part from this one. Owns both
+rules. Must not know what a state holds, nor how large it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.types import Sequence
+
+LEAST = 128  # tokens between two snapshots that are worth having both
+SHARE = 16  # they are a sixteenth of what is before them apart, or more
+BRANCH_USES = 2  # a place where a prompt parted from another one was asked for once already
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A findable state. gain: tokens that it saves, as far as the snapshot before it does not;
+    passed: its sequence went on, and nothing speaks for the place."""
+
+    key: bytes | None
+    gain: int
+    uses: int
+    passed: bool = False
+
+
+class Snapshots(MutableMapping[int, None]):
+    """The cached states of a pool, in the place of `Store.cached` and `Store.oldest`.
+
+    A step keeps the states at multiples of `every`, where its prompt parts from others that are
+    cached, and before the end of the prompt. When there is no room, states go that sequences passed
+    without a reason to keep them; then the one that saves the fewest tokens, times its uses, where
+    all others gain in worth whenever one goes (greedy dual size frequency, Cherkasova 1998).
+    """
+
+    def __init__(self, pool: BlockPool, every: int) -> None:
+        self._pool, self._store = pool, pool.states
+        self._every = -(-max(every, 1) // pool.grain) * pool.grain
+        self._known: dict[int, Snapshot] = {}
+        self._passed: OrderedDict[int, None] = OrderedDict()
+        self._kept: dict[int, int] = {}  # slot -> its worth
+        self._floor = 0  # the worth of the last that went
+        self._store.cached, self._store.oldest = self, self._oldest
+        pool.wanted, pool.on_state = self.wanted, self._found
+
+    def wanted(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """The positions behind `start`, up to `end`, whose states are to be kept."""
+        found = set(range((start // self._every + 1) * self._every, end + 1, self._every))
+        found = {position for position in found if position % self._apart(position) == 0}
+        last = (seq.prompt_len - 1) // self._pool.grain * self._pool.grain
+        for position, apart in ((seq.branch, max(LEAST, seq.branch // SHARE)), (last, LEAST)):
+            if start < position <= end and position - self._before(seq, position) >= apart:
+                found.add(position)
+        return sorted(found)
+
+    def _apart(self, position: int) -> int:
+        """The distance of the regular snapshots there: twice as large whenever they get too
+        close."""
+        apart = self._every
+        while apart * SHARE < position:
+            apart *= 2
+        return apart
+
+    def _before(self, seq: Sequence, position: int) -> int:
+        """The last place before a position that has a reason to be kept, or 0."""
+        apart = self._apart(position - 1)
+        regular = (position - 1) // apart * apart
+        return max(regular, seq.branch if seq.branch < position else 0)
+
+    def _found(self, seq: Sequence, position: int, slot: int) -> None:
+        """A state becomes findable, or is one that was. The one before it in its sequence, if there
+        was no reason for it, has been passed."""
+        live = seq.states[seq.states.released]
+        before = self._known.get(live)
+        if before is not None and live != slot and not before.gain:
+            before.passed = True
+        key, known = self._store.keys[slot], self._known.get(slot)
+        if known is None or known.key != key:
+            uses = BRANCH_USES if position == seq.branch else 1
+            known = self._known[slot] = Snapshot(key, 0, uses)
+        if position in self.wanted(seq, position - 1, position):
+            known.gain = position - self._before(seq, position)
+
+    def _oldest(self) -> int:
+        """The state that is overwritten next. There must be a cached one."""
+        if self._passed:
+            return next(iter(self._passed))
+        slot = min(self._kept, key=self._worth)
+        self._floor = max(self._floor, self._kept[slot])
+        return slot
+
+    def _worth(self, slot: int) -> int:
+        """The worth of a cached state; that of one whose KV was overwritten is nothing."""
+        return self._kept[slot] if self._store.keys[slot] in self._pool.full.index else -1
+
+    # -- as a mapping, which is all that a store sees of it ----------------------------------------
+    def __setitem__(self, slot: int, value: None) -> None:
+        known = self._known.get(slot)
+        if known is None or known.passed:
+            self._passed[slot] = None
+        else:
+            self._kept[slot] = self._floor + known.uses * max(known.gain, self._pool.grain)
+
+    def __delitem__(self, slot: int) -> None:
+        if slot in self._passed:
+            del self._passed[slot]
+        else:
+            del self._kept[slot]
+        known = self._known.get(slot)
+        if known is not None:
+            known.uses += 1
+            known.passed = False
+
+    def __getitem__(self, slot: int) -> None:
+        if slot not in self._passed and slot not in self._kept:
+            raise KeyError(slot)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._passed
+        yield from self._kept
+
+    def __len__(self) -> int:
+        return len(self._passed) + len(self._kept)
