@@ -69,6 +69,9 @@ NAMES = [
     "gemma4_e2b",
     "gemma4_31b",
     "gemma4_26b",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
 ]
 LENGTHS = {
     "phi4_mini": 512

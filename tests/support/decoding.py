@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pageturner.kernels.base import Batch, Ops
+from pageturner.kernels.base import Batch, Ops, StateTables
 from pageturner.kernels.cpu import native_module
 from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.recurrent import CHUNK, alloc
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from support.poison import poison_blocks
@@ -50,6 +51,12 @@ class Decoding:
         for kv in self._kv:  # a read of what was never written becomes NaN
             poison_blocks(kv, list(range(blocks)))
         self._blocks = range(blocks)
+        spec = decoder.recurrent_spec(dtype)
+        self._cache = spec and alloc(spec, blocks, blocks)
+        if self._cache is not None:
+            self._cache.states[:] = self._cache.tail[:] = 0xFF  # NaN
+        self._states: dict[tuple[str, int], int] = {}
+        self._tails: dict[tuple[str, int], int] = {}
         self._free = list(range(blocks))
         random.Random(0).shuffle(self._free)
         self._tables: dict[str, list[int]] = {}
@@ -74,6 +81,7 @@ class Decoding:
             positions += here
             slots += [table[p // self._size] * self._size + p % self._size for p in here]
             self._done[name] = done + len(tokens)
+        recurrent = self._recurrent(chunks)
         tables = [self._tables[name] for name, _ in chunks]
         widest = max(map(len, tables))
         starts = np.cumsum([0] + [len(tokens) for _, tokens in chunks])
@@ -90,6 +98,7 @@ class Decoding:
             adapters=self._decoder.adapters_of(
                 [self._adapters.get(name, "") for name, _ in chunks]
             ),
+            recurrent=recurrent,
         )
         if len(self._kv) == 1:
             return self._decoder.forward(batch, self._kv[0]).copy()  # memory may be used again
@@ -102,6 +111,27 @@ class Decoding:
         most, size = max(self._blocks), self._size
         slots = (most - batch.slots // size) * size + batch.slots % size
         return replace(batch, block_table=most - batch.block_table, slots=slots)
+
+    def _recurrent(self, chunks: list[tuple[str, list[int]]]) -> StateTables | None:
+        """A slot for every boundary, and a block for every chunk that is left unfinished."""
+        if self._cache is None:
+            return None
+        reads, writes, tails = [], [], []
+        for s, (name, tokens) in enumerate(chunks):
+            end = self._done[name]
+            first, last = (end - len(tokens)) // CHUNK, (end - 1) // CHUNK
+            reads.append(self._states.get((name, first), -1))
+            for chunk in range(first + 1, end // CHUNK + 1):
+                slot = self._states.setdefault((name, chunk), len(self._states))
+                writes.append((s, chunk, slot))
+            tails.append([-1, -1])
+            for column, chunk in enumerate(sorted({first, last})):
+                block = self._tails.setdefault((name, chunk), len(self._tails))
+                tails[-1][column] = block
+        of_writes = np.array(writes, np.int32).reshape(-1, 3)
+        return StateTables(
+            np.array(reads, np.int32), of_writes, np.array(tails, np.int32), self._cache
+        )
 
     def greedy(self, name: str, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Prefill in one go, then one token a step: the tokens and their logprobs."""

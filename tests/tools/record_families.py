@@ -41,7 +41,8 @@ def build(config: hf.PreTrainedConfig, seed: int) -> torch.nn.Module:
     ).eval()
     draw = torch.Generator().manual_seed(seed)
     # Gemma's norms are stored less 1, and its embedding is scaled up.
-    gemma = config.model_type.startswith("gemma") and "4" not in config.model_type
+    less_one = ("gemma", "qwen3_5", "qwen3_next")
+    gemma = config.model_type.startswith(less_one) and "4" not in config.model_type
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=draw)

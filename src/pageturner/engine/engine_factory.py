@@ -136,6 +136,7 @@ def make_engine(
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     length = _model_len(config, decoder.spec.context)
+    _check_recurrent(config, decoder, smaller)
     config = _tried(phases, decoder, chosen, ranks and ranks.ops, config, length)
     rope = decoder.spec.rope.choice(length)
     fingerprint = fingerprint_of(ops, config, devices.kv_type(config), rope)
@@ -241,7 +242,9 @@ def _kv_sizes(
     free -= config.kv_host_memory
     config = replace(config, kv_cache_memory=asked)
     of_draft = _block_spec(smaller, config).nbytes if smaller else 0
-    form = KVForm(_block_spec(decoder, config), *windows, of_draft)
+    spec = decoder.recurrent_spec(devices.kv_type(config))
+    recurrent = None if spec is None else (spec.state_bytes, spec.tail_bytes)
+    form = KVForm(_block_spec(decoder, config), *windows, of_draft, recurrent)
     return plan_kv(form, config, max_model_len, free)
 
 
@@ -294,6 +297,18 @@ def _check(config: EngineConfig) -> None:
         raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
     check_speculation(config)
     tensor_parallel.check(config)
+
+
+def _check_recurrent(config: EngineConfig, decoder: Decoder, smaller: Decoder | None) -> None:
+    """EngineFault for what states of recurrent layers do not go with yet."""
+    spec, drafts = decoder.spec, smaller is not None and smaller.spec.linear is not None
+    if wants_tiers(config) and spec.linear is not None:
+        flags = "--kv-host-memory, --kv-file, --prefill-listen and --prefill-from"
+        message = f"{flags} do not go with recurrent layers yet: leave them out"
+        raise EngineFault("bad_setting", message)
+    if drafts:
+        message = "a model with recurrent layers cannot be a draft model yet: use another one"
+        raise EngineFault("draft_model", message)
 
 
 def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Tokenizer]) -> Decoder:
@@ -388,6 +403,8 @@ def scheduler_of(
         num_blocks=sizes.blocks,
         window=sizes.window,
         sliding=sizes.sliding,
+        states=sizes.states,
+        tails=sizes.tails,
         max_model_len=max_model_len,
         model=model,
         listeners=listeners,

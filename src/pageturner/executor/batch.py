@@ -12,7 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pageturner.kernels.base import I32, Batch
+from pageturner.kernels.base import I32, Batch, StateTables
+from pageturner.kernels.recurrent import CHUNK, RecurrentCache
+from pageturner.scheduler.store import GONE
 from pageturner.scheduler.types import Plan, Sequence
 
 Rows = Mapping[Sequence, int]
@@ -109,6 +111,29 @@ def _table(rows: list[bytes], width: int, scratch_block: int) -> I32:
     scratch = i32([scratch_block]).tobytes()
     whole = [row[: 4 * width] + scratch * (width - len(row) // 4) for row in rows]
     return np.frombuffer(bytearray().join(whole), np.int32).reshape(len(rows), width)
+
+
+def state_tables(plan: Plan, cache: RecurrentCache) -> StateTables:
+    """Where the recurrent layers of a step read and write (kernels.base.StateTables). Ballast
+    reads zeros, and keeps nothing."""
+    reads: list[int] = []
+    writes: list[int] = []
+    tails: list[int] = []
+    for s, item in enumerate(plan.items):
+        states, tail, end = item.sequence.states, item.sequence.tail, item.start + item.n
+        first, last = item.start // CHUNK, (end - 1) // CHUNK
+        reads.append(states[first])
+        for chunk in range(first + 1, end // CHUNK + 1):
+            if states[chunk] != GONE:
+                writes += (s, chunk, states[chunk])
+        tails += (tail[first], tail[last] if last > first else GONE)
+    rest = len(plan.ballast)
+    return StateTables(
+        i32(reads + [GONE] * rest),
+        i32(writes).reshape(-1, 3),
+        i32(tails + [GONE] * 2 * rest).reshape(-1, 2),
+        cache,
+    )
 
 
 def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:

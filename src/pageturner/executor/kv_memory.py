@@ -20,11 +20,14 @@ MAX_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-me
 class KVSizes:
     """Blocks to allocate. Without a window each holds all layers. With one, `blocks` hold the
     layers that see everything and cost nothing if there are none; `sliding` blocks hold those that
-    see `window` positions."""
+    see `window` positions. With recurrent layers there are `states` slots for states, and `tails`
+    blocks for what is behind the last one of a sequence."""
 
     blocks: int
     window: int = 0
     sliding: int = 0
+    states: int = 0
+    tails: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,18 @@ class KVForm:
 
     one       the spec of one block of all layers, of which `windowed` see only `window` positions
     of_draft  bytes of a draft model beside each of `KVSizes.blocks`
+    recurrent  of recurrent layers, bytes of a state and of a tail; None: there are none
     """
 
     one: KVSpec
     windowed: int = 0
     window: int = 0
     of_draft: int = 0
+    recurrent: tuple[int, int] | None = None
+
+
+SNAPSHOTS = 0.6  # of the memory that running sequences leave, the part for states that are kept
+SEATS = 0.5  # of all memory, the most for states and tails of running sequences
 
 
 def available_memory() -> int:
@@ -83,6 +92,8 @@ def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: i
         message = "this model's KV heads are of two sizes, of which KV tiers and remote prefill know nothing yet"
         raise EngineFault("model_unsupported", message)
     nbytes = form.one.nbytes + form.of_draft
+    if form.recurrent is not None:
+        return _with_states(form, form.recurrent, config, max_model_len, total)
     sizes = KVSizes(total // nbytes)
     if form.windowed:
         split = _split(form, config, max_model_len, total)
@@ -101,6 +112,31 @@ def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: i
             " --block-size",
         )
     return sizes
+
+
+def _with_states(
+    form: KVForm, sizes: tuple[int, int], config: EngineConfig, max_model_len: int, total: int
+) -> KVSizes:
+    """Return the sizes of a model with recurrent layers: two states and two tails for as many
+    sequences as may run, or as half of the memory holds; the rest for states that are kept, and for
+    KV. Without the prefix cache no state is kept. Blocks that nobody can use become states."""
+    state, tail = sizes
+    seats = min(config.max_num_seqs, int((total * SEATS - state) // (2 * (state + tail))))
+    rest = total - (2 * seats + 1) * state - 2 * seats * tail
+    kept = SNAPSHOTS if config.enable_prefix_caching else 0.0
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks = int(rest * (1 - kept)) // form.one.nbytes
+    if not config.enable_prefix_caching or not config.kv_cache_memory:
+        blocks = min(blocks, useful)
+    if seats < 1 or blocks < 2:
+        raise EngineFault(
+            "kv_memory",
+            f"no room for recurrent states and KV: one sequence takes {3 * state + 2 * tail:,} bytes of"
+            f" states, a block of {config.block_size} tokens {form.one.nbytes:,} bytes, and {total:,} bytes"
+            " may be used: raise --kv-cache-memory (or free some memory)",
+        )
+    snapshots = (rest - blocks * form.one.nbytes) // state if kept else 0
+    return KVSizes(blocks, states=2 * seats + 1 + snapshots, tails=2 * seats)
 
 
 def _split(form: KVForm, config: EngineConfig, max_model_len: int, total: int) -> KVSizes:

@@ -15,7 +15,14 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.executor import sampler
-from pageturner.executor.batch import NO_ROWS, BlockRows, Rows, pack, pack_sliding
+from pageturner.executor.batch import (
+    NO_ROWS,
+    BlockRows,
+    Rows,
+    pack,
+    pack_sliding,
+    state_tables,
+)
 from pageturner.executor.draft import Drafter
 from pageturner.executor.grammar import Grammars, no_masks
 from pageturner.executor.kv_memory import KVLayout
@@ -23,6 +30,8 @@ from pageturner.executor.model_costs import model_costs
 from pageturner.executor.pooling import pool
 from pageturner.executor.prompt_scores import score_prompts
 from pageturner.kernels.base import KV, Batch, KVSpec, Ops
+from pageturner.kernels.recurrent import RecurrentCache
+from pageturner.kernels.recurrent import alloc as alloc_recurrent
 from pageturner.models.decoder import Decoder
 from pageturner.scheduler.types import Output, Plan, Result
 
@@ -39,8 +48,8 @@ class Executor(Protocol):
 class Runner:
     """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and a scratch block
     that the padding of static batching (`Plan.ballast`) reads. A model with windowed layers has a
-    second storage for these, of `sizes.sliding` blocks and a scratch block. EngineFault when the
-    memory is not there.
+    second storage for these, of `sizes.sliding` blocks and a scratch block, and one with recurrent
+    layers `recurrent` for their states and tails. EngineFault when the memory is not there.
 
     grammars  where masks come from; without them no sequence may ask for structured output
     drafter   proposes draft tokens that the next step verifies
@@ -71,6 +80,11 @@ class Runner:
         self.nbytes = sum(spec.nbytes for spec in specs) + (drafter.nbytes if drafter else 0)
         alloc = alloc or ops.alloc_kv
         self.storage: list[KV] = [alloc(spec) if spec.layers else None for spec in specs]
+        recurrent = decoder.recurrent_spec(kv_dtype)
+        self.recurrent: RecurrentCache | None = None
+        if recurrent is not None:
+            self.recurrent = alloc_recurrent(recurrent, sizes.states, sizes.tails)
+            self.nbytes += self.recurrent.states.nbytes + self.recurrent.tail.nbytes
 
     def pack(self, plan: Plan, before: Rows = NO_ROWS) -> tuple[Batch, tuple[Batch, KV] | None]:
         """Make the plan's copies; its arrays, and those of layers with a window. before: as
@@ -78,6 +92,8 @@ class Runner:
         self._copy_blocks(plan)
         batch = pack(plan, self._block_size, self._sizes.blocks, before, self._block_rows)
         names = [item.sequence.request.adapter for item in plan.items]
+        if self.recurrent is not None:
+            batch.recurrent = state_tables(plan, self.recurrent)
         batch.adapters = self._decoder.adapters_of(names + [""] * len(plan.ballast))
         if not self._sizes.window:
             return batch, None
@@ -135,5 +151,8 @@ class Runner:
             for kv, copies in zip(self.storage, plan.copies, strict=False):
                 if copies and kv is not None:
                     self._ops.copy_blocks(kv, copies)
+            if self.recurrent is not None and plan.copies:
+                for source, destination in plan.copies[len(self.storage)]:  # of tails; no state is
+                    self.recurrent.tail[destination] = self.recurrent.tail[source]
         except Exception as error:  # it is unknown which of them were made
             raise EngineFault("copy_failed", f"blocks could not be copied: {error}") from error

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
 from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
-from pageturner.kernels.layer_parts import Experts, Latent, PerLayer
+from pageturner.kernels.layer_parts import Experts, Latent, Linear, PerLayer
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
 Weight = Any  # a packed weight of the backend; a product with it reads its `nbytes`
@@ -69,7 +69,8 @@ COMPOSED = frozenset(
         "low_rank_queries",  # Latent.q_down
         "expert_choice",  # Experts.choice
         "shared_switch",  # Experts.shared_switch
-        "recurrent",  # recurrent.RecurrentOps
+        "recurrent",  # recurrent.RecurrentOps, and Layer.linear
+        "attn_gate",  # Layer.attn_gate
         "expert_norms",  # Experts.norm, and those beside it
         "shared_kv",  # layers without k
         "value_norm",  # Layer.v_norm, and values made of k
@@ -198,9 +199,20 @@ class Layer:
     late_qk_norm: bool = False  # q_norm and k_norm follow the rotary embedding (Hunyuan)
     head_norms: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of q and k, by models/
     v_norm: Weight | None = None  # RMSNorm of the values of each head, one vector for all
+    attn_gate: Weight | None = None  # its product's sigmoid is multiplied before `o` (Qwen3.5)
+    linear: Linear | None = None  # in the place of attention
     per_layer: PerLayer | None = None
     out_scale: float = 1.0  # what comes out of the layer is multiplied by it
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
+
+    @property
+    def writes(self) -> bool:
+        """True if the layer keeps something of each row: K and V, or a state."""
+        return self.k is not None or self.linear is not None
+
+    @property
+    def has_values(self) -> bool:
+        return self.latent is None and self.linear is None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -227,8 +239,10 @@ class Layer:
             "parallel": self.parallel,
             "late_norm": self.late_qk_norm,
             "head_norms": self.head_norms is not None,
-            "shared_kv": self.k is None,
-            "value_norm": self.v_norm is not None or (self.v is None and self.latent is None),
+            "shared_kv": not self.writes,
+            "value_norm": self.v_norm is not None or (self.v is None and self.has_values),
+            "recurrent": self.linear is not None,
+            "attn_gate": self.attn_gate is not None,
             "per_layer": self.per_layer is not None,
             "out_scale": self.out_scale != 1,
             "shared_expert": self.experts is not None and self.up is not None,
@@ -269,11 +283,13 @@ class StateTables:
                   step computes the last row before it. Ordered by sequence, then chunk
     tail_table    [S, 2] block of the chunk of the first row, and of the last row if that is another
                   chunk; -1: its rows are not kept, and none of them are there already
+    cache         the RecurrentCache that they are of
     """
 
     state_read: I32
     state_writes: I32
     tail_table: I32
+    cache: Any = None
 
 
 @dataclass(slots=True)

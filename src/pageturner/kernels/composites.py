@@ -37,7 +37,10 @@ from pageturner.kernels.choosing import (
     SamplerOutput,
 )
 from pageturner.kernels.edits import apply_edits
+from pageturner.kernels.layer_parts import Linear
+from pageturner.kernels.recurrent import Place
 
+L2_EPS = 1e-6  # of the norms of queries and keys of a gated delta net
 Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
 
 
@@ -80,18 +83,19 @@ class Composites:
         x = embedded = _embedded(self, stack, batch, adapters)
         if any(layer.per_layer is not None for layer in stack.layers):
             embedded = _copy(self, x, len(batch.tokens))  # what is added to x may go into it
-        last = max(i for i, layer in enumerate(stack.layers) if layer.k is not None)
-        counts = [0, 0]  # layers so far that see everything, and that have a window
+        last = max(i for i, layer in enumerate(stack.layers) if layer.writes)
+        counts = [0, 0, 0]  # layers so far that see everything, have a window, and are recurrent
         for i, layer in enumerate(stack.layers):
             mine = sliding is not None and layer.shape.window > 0
             pages, storage = sliding if sliding is not None and mine else (batch, kv)
-            counts[mine] += layer.k is not None
+            kind = int(mine) if layer.linear is None else 2
+            counts[kind] += layer.writes
             attend = (
                 self.attention_block
                 if adapters is None
                 else partial(self.adapted_attention, (adapters, i))
             )
-            x = attend(x, layer, storage, counts[mine] - 1, pages)
+            x = attend(x, layer, storage, counts[kind] - 1, pages)
             if i == last:  # behind the last K and V only the wanted rows matter
                 x = self.take_rows(x, batch.logit_rows)
                 adapters = of_wanted
@@ -129,7 +133,9 @@ class Composites:
     ) -> Array:
         """`attention_block` with what adapters add."""
         h = _normed(self, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
-        if layer.latent is None:
+        if layer.linear is not None:
+            mixed = _mix_linear(self, h, layer.linear, index, batch)
+        elif layer.latent is None:
             mixed = _mix_heads(self, adapted, h, layer, kv, index, batch)
         else:
             mixed = _mix_latent(self, h, layer, kv, index, batch)
@@ -314,7 +320,7 @@ def _add_part(ops: Ops, x: Array, y: Array, post_norm: Weight | None, layer: Lay
 
 
 def _mix_heads(
-    ops: Ops, adapted: Adapted | None, h: Array, layer: Layer, kv: KV, index: int, batch: Batch
+    ops: Any, adapted: Adapted | None, h: Array, layer: Layer, kv: KV, index: int, batch: Batch
 ) -> Array:
     """Return the output of the heads: [T, heads * head_dim]."""
     q = _linear(ops, adapted, "q", h, layer.q, layer.q_bias)
@@ -330,7 +336,28 @@ def _mix_heads(
         if layer.v_norm is not None:
             v = ops.head_norm(v, layer.v_norm, layer.eps, layer.shape.head_dim)
         ops.kv_write(kv, index, _turned(ops, k, layer.k_norm, layer, batch), v, batch.slots)
-    return ops.attention(q, kv, index, batch, layer.shape)
+    mixed = ops.attention(q, kv, index, batch, layer.shape)
+    if layer.attn_gate is None:
+        return mixed
+    return ops.gate_mul(mixed, ops.linear(h, layer.attn_gate))
+
+
+def _mix_linear(ops: Any, h: Array, part: Linear, index: int, batch: Batch) -> Array:
+    """Return the outputs of a gated delta net before its last product: [T, values]."""
+    tables = batch.recurrent
+    assert tables is not None
+    assert tables.cache is not None
+    place = Place(tables.cache, index, batch)
+    qkv = ops.linear(h, part.qkv[0])
+    for weight in part.qkv[1:]:
+        qkv = ops.join_heads(qkv, ops.linear(h, weight), 1)
+    y = ops.conv_rows(qkv, part.conv, place)
+    q, k, v = y[:, : part.keys], y[:, part.keys : 2 * part.keys], y[:, 2 * part.keys :]
+    q = ops.l2norm(q, part.key_dim, L2_EPS, part.key_dim**-0.5)
+    k = ops.l2norm(k, part.key_dim, L2_EPS, 1.0)
+    gates = ops.linear_gates(ops.linear(h, part.a), ops.linear(h, part.b), part.rates)
+    mixed = ops.linear_rows((q, k, v), gates, part.rule, place)
+    return ops.gated_norm(mixed, ops.linear(h, part.z), part.out_norm, part.norm)
 
 
 def _turned(ops: Ops, x: Array, norm: Weight | None, layer: Layer, batch: Batch) -> Array:

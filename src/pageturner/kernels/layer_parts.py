@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pageturner.kernels.recurrent import Conv, GatedNorm, Rates, StateRule
 
 Weight = Any
 
@@ -116,3 +119,28 @@ class Latent:
     v_up: tuple[Weight, ...]
     q_down: Weight | None = None
     q_norm: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The parts of a gated delta net, which stands in the place of attention (arXiv 2412.06464);
+    `Layer.o` is its last product. There are no `Layer.q`, `k` and `v`.
+
+    qkv        [2 * keys + values, d], or several matrices whose products stand side by side
+    z          [values, d], the gate of the outputs
+    a, b       [value heads, d], of which the gates of the recurrence are made
+    out_norm   [value_dim], the norm of each head's outputs
+    keys       columns of all queries, and of all keys; key_dim: of a head's
+    """
+
+    qkv: tuple[Weight, ...]
+    z: Weight
+    a: Weight
+    b: Weight
+    out_norm: Weight
+    conv: Conv
+    rates: Rates
+    rule: StateRule
+    norm: GatedNorm
+    keys: int
+    key_dim: int

@@ -23,6 +23,7 @@ from pageturner.models.spec import (
     ExpertSpec,
     Family,
     LatentSpec,
+    LinearSpec,
     ModelSpec,
     Temper,
     check_spec,
@@ -40,6 +41,7 @@ class _Arch:
 
     experts  there may be some, whose weights are "normalised" or "raw" if the file does not say
     scoring  of the experts, if the file does not say
+    recurrent  layers that are gated delta nets
     keys     behind "<arch>." that are understood beside _UNDERSTOOD; Granite's dense models are
              written as if they had Mamba layers and experts
     """
@@ -50,6 +52,7 @@ class _Arch:
     plain: int = 0
     experts: str = ""
     scoring: str = "softmax"
+    recurrent: bool = False
     keys: str = ""
 
 
@@ -192,6 +195,8 @@ class _KeyReader:
             scale = (latent.nope + latent.rotary) ** -0.5 * sharper**2
             whole = latent.rank + latent.rotary
             return replace(spec, latent=latent, attention_scale=scale, kv_heads=1, head_dim=whole)
+        if self.known.recurrent:
+            return replace(spec, linear=self.linear(spec.layers))
         said = self.file.tensors.keys()
         if self.arch == "gemma4":
             return self.gemma4(spec)
@@ -272,6 +277,33 @@ class _KeyReader:
         if not sizes or not all(0 < size < LARGEST for size in sizes):
             raise EngineFault("model_invalid", f"{self.arch}.{key} should be {layers} sizes")
         return sizes
+
+    def linear(self, layers: int) -> LinearSpec:
+        """The gated delta nets. Those of Qwen3.5 have their value heads in another order."""
+        key = f"{self.arch}.attention.recurrent_layers"
+        listed = self.file.metadata.get(key)
+        every = self.size("full_attention_interval", 4)
+        found = [(i + 1) % every != 0 for i in range(layers)]
+        if isinstance(listed, Array):
+            found = [bool(flag) for flag in listed.tolist()]
+            if len(found) < layers:
+                raise EngineFault(
+                    "model_invalid", f"{key} has {len(found)} entries for {layers} layers"
+                )
+        heads, size = self.size("ssm.time_step_rank"), self.size("ssm.state_size")
+        if self.size("ssm.inner_size") != heads * size:
+            raise EngineFault(
+                "model_invalid", f"{heads} value heads of {size} are not {self.arch}.ssm.inner_size"
+            )
+        return LinearSpec(
+            frozenset(i for i in range(layers) if found[i]),
+            self.size("ssm.group_count"),
+            heads,
+            size,
+            size,
+            self.size("ssm.conv_kernel"),
+            tiled=self.arch != "qwen3next",
+        )
 
     def _rotary(self, family: Family, latent: LatentSpec | None, head_dim: int) -> int:
         if family.positions != "rotary":
@@ -437,7 +469,7 @@ class _KeyReader:
             scoring=scoring,
             scale=self.number("expert_weights_scale", 1.0) or 1.0,
             weigh_input=self.arch == "llama4",
-            switched=self.arch == "qwen2moe",
+            switched=self.arch in ("qwen2moe", "qwen35moe", "qwen3next"),
             biased=biased,
             groups=self.size("expert_group_count", 1),
             kept=self.size("expert_group_used_count", 1),

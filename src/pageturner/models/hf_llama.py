@@ -221,6 +221,7 @@ def _rope(config: HFConfig, scaling: HFConfig | None, head_dim: int) -> RopeSpec
         scaling.ignore("beta_* mscale*")
     if config.arch == "ministral3":
         scaling.ignore("llama_4_scaling_beta max_position_embeddings")
+    scaling.ignore("mrope_*")  # positions of pictures: of text they are all the same
     scaling.done()
     return rope
 

@@ -16,6 +16,7 @@ from pageturner.models.names import (
     Names,
     Part,
     Parts,
+    by_key_head,
     layout_of,
     modules,
     second_token_layers,
@@ -123,6 +124,17 @@ _QWEN2_MOE = _LLAMA | modules("""
     shared_down    mlp.shared_expert.down_proj
     shared_switch  mlp.shared_expert_gate
 """)
+_DELTA_NET = _QWEN2_MOE | modules("""
+    qkv         linear_attn.in_proj_qkv
+    z           linear_attn.in_proj_z
+    b           linear_attn.in_proj_b
+    a           linear_attn.in_proj_a
+    conv        linear_attn.conv1d
+    decay       linear_attn.A_log
+    dt          linear_attn.dt_bias
+    head_scale  linear_attn.norm
+    linear_o    linear_attn.out_proj
+""")
 _HUNYUAN = _LLAMA | modules("""
     q_norm  self_attn.query_layernorm
     k_norm  self_attn.key_layernorm
@@ -204,10 +216,28 @@ def _bloom_fused(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
     return parts
 
 
+def _conv1d(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
+    """The convolution of a gated delta net as torch has it: each channel is a group."""
+    if "conv" in parts:
+        channels, kernel = parts["conv"].shape
+        parts["conv"] = replace(parts["conv"], shape=(channels, 1, kernel))
+    if spec.arch == "qwen3_next":
+        parts = by_key_head(
+            "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", parts, spec, prefix
+        )
+    return parts
+
+
 # Roots of models that see pictures.
 _INNER = ("model.", "language_model.model.", "model.language_model.", "")
 _GPT_ROOTS = ("transformer.", "")
 _GATE_UP = {"gate up": "mlp.gate_up_proj"}
+_LLAMA_EXPERTS = {field: _LLAMA[field] for field in ("gates", "ups", "downs")}
+_STACKED_EXPERTS = modules("""
+    gates  mlp.experts.gate_up_proj
+    ups    mlp.experts.gate_up_proj
+    downs  mlp.experts.down_proj
+""")
 _HF = {
     "phi": Names(_PHI),
     "phi3": Names(_LLAMA, fused={"q k v": "self_attn.qkv_proj"} | _GATE_UP),
@@ -223,6 +253,13 @@ _HF = {
     "mistral": Names(_LLAMA, _INNER),
     "ministral3": Names(_LLAMA, _INNER),
     "qwen2_moe": Names(_QWEN2_MOE),
+    "qwen3_5_text": Names(_DELTA_NET, _INNER, adapt=_conv1d, norm_plus=1.0),
+    "qwen3_5_moe_text": Names(
+        _DELTA_NET | _STACKED_EXPERTS, _INNER, adapt=_conv1d, norm_plus=1.0, stacked="joined"
+    ),
+    "qwen3_next": Names(
+        _DELTA_NET | _STACKED_EXPERTS, adapt=_conv1d, norm_plus=1.0, stacked="joined"
+    ),
     "exaone4": Names(_OLMO2),
     "arcee": Names(_LLAMA | {"gate": "mlp.up_proj"}),  # relu(x) x is its square of relu
     "hunyuan_v1_dense": Names(_HUNYUAN),
@@ -260,13 +297,20 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     """The layout of a Hugging Face folder; `present` as in `layout_of`."""
-    layout = layout_of(spec, _HF.get(spec.arch, Names(_LLAMA)), present)
+    names = _HF.get(spec.arch, Names(_LLAMA))
+    if names.stacked == "joined" and spec.arch.startswith("qwen"):
+        first = names.tensor("gates")  # files have experts together, or each alone
+        if not any(present(f"{root}layers.0.{first}") for root in names.roots):
+            names = replace(names, modules={**names.modules, **_LLAMA_EXPERTS}, stacked="")
+    layout = layout_of(spec, names, present)
     ignored = (*_BUFFERS, "lm_head.weight") if spec.tied else _BUFFERS
     foreign = _PICTURES if _HF.get(spec.arch, Names(_LLAMA)).roots == _INNER else ()
     if (spec.arch, spec.vocab) == ("baichuan", _BAICHUAN_2):
         layout.top["head"] = replace(layout.top["head"], unit=True)
     if spec.experts is not None:
         foreign += second_token_layers("model.layers.", spec)
+    if spec.linear is not None:  # what sees pictures, and what predicts a second token
+        foreign += ("model.visual.", "visual.", "mtp.")
     return replace(layout, ignored=ignored, foreign=(*layout.foreign, *foreign, "model.mtp_"))
 
 

@@ -22,6 +22,7 @@ from pageturner.models.spec import (
     LONGEST,
     ExpertSpec,
     LatentSpec,
+    LinearSpec,
     ModelSpec,
     Temper,
     check_spec,
@@ -60,6 +61,8 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
 
 
 _TEXT_PARTS = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
@@ -176,6 +179,7 @@ def _with_experts(config: HFConfig) -> ModelSpec:
     return replace(spec, experts=_experts(config, spec.layers))
 
 
+_SWITCHED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")  # the shared expert has a weight
 _METHODS = ("greedy", "group_limited_greedy", "noaux_tc")  # the last: by scores and a bias
 
 
@@ -188,7 +192,7 @@ def _experts(config: HFConfig, layers: int) -> ExpertSpec | None:
     shared = config.get("n_shared_experts", int, 0)
     if shared:
         shared = inner * config.size("n_shared_experts", most=1 << 16)
-    if config.arch == "qwen2_moe":
+    if config.arch in _SWITCHED:
         shared = config.get("shared_expert_intermediate_size", int)
     experts = ExpertSpec(
         config.size("num_experts"),
@@ -199,7 +203,7 @@ def _experts(config: HFConfig, layers: int) -> ExpertSpec | None:
         shared=shared,
         scoring=config.get("scoring_func", str, "softmax"),
         scale=config.get("routed_scaling_factor", float, 1.0),
-        switched=config.arch == "qwen2_moe",
+        switched=config.arch in _SWITCHED,
         biased=method == "noaux_tc",
     )
     groups = config.size("n_group", 1)
@@ -228,6 +232,38 @@ def _sparse_layers(config: HFConfig, layers: int) -> frozenset[int]:
     end = last + 1 if last > 0 else layers
     wanted = range(max(first, 0), min(end, layers))
     return frozenset(i for i in wanted if i not in dense and (i + 1) % step == 0)
+
+
+def _delta_net(config: HFConfig) -> ModelSpec:
+    """Qwen3-Next, and Qwen3.5, 3.6 and 3.8: most layers are gated delta nets."""
+    kinds = config.take("layer_types")
+    every = config.size("full_attention_interval", 4)
+    config.ignore("mtp_* mamba_ssm_dtype")
+    config.expect("attn_output_gate", True)
+    dense = config.arch == "qwen3_5_text"
+    sized = "moe_intermediate_size" if config.arch == "qwen3_5_moe_text" else "intermediate_size"
+    spec = llama_like(config, ffn=sized)
+    if kinds is None:
+        kinds = [_KINDS[(i + 1) % every == 0] for i in range(spec.layers)]
+    if not isinstance(kinds, list) or len(kinds) != spec.layers or {*kinds} - {*_KINDS}:
+        known = " or ".join(_KINDS)
+        raise unsupported(f"layer_types should name {known} for each of {spec.layers} layers")
+    gate = config.get("output_gate_type", str, "silu")
+    linear = LinearSpec(
+        frozenset(i for i in range(spec.layers) if kinds[i] == _KINDS[0]),
+        config.size("linear_num_key_heads", 16),
+        config.size("linear_num_value_heads", 32),
+        config.size("linear_key_head_dim", 128),
+        config.size("linear_value_head_dim", 128),
+        config.size("linear_conv_kernel_dim", 4),
+        log_decay=True,
+        act="silu" if gate == "swish" else gate,
+    )
+    experts = None if dense else _experts(config, spec.layers)
+    return replace(spec, linear=linear, experts=experts)
+
+
+_KINDS = ("linear_attention", "full_attention")
 
 
 def _qk_normed(config: HFConfig) -> ModelSpec:
@@ -476,4 +512,5 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "ernie4_5": _ernie,
     "ernie4_5_moe": _ernie_moe,
     "stablelm": _stablelm,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _delta_net),
 }

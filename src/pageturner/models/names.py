@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from pageturner.models.spec import LatentSpec, ModelSpec
+from pageturner.models.spec import LatentSpec, LinearSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,24 @@ def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _linear_shapes(spec: ModelSpec, linear: LinearSpec) -> dict[str, tuple[int, ...]]:
+    dim, heads = spec.dim, linear.value_heads
+    return {
+        "qkv": (linear.channels, dim),
+        "z": (linear.values, dim),
+        "b": (heads, dim),
+        "a": (heads, dim),
+        "conv": (linear.channels, linear.kernel),
+        "decay": (heads,),
+        "dt_bias": (heads,),
+        "head_scale": (linear.value_dim,),
+        "o": (dim, linear.values),
+    }
+
+
 def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    if spec.linear is not None and layer in spec.linear.layers:
+        return _linear_shapes(spec, spec.linear)
     f, dim, heads, latent = spec.family, spec.dim, spec.heads, spec.latent
     if latent is not None:
         low = {"q_down": (latent.query, dim), "query_norm": (latent.query,)}
@@ -200,7 +218,15 @@ class Names:
         return self.modules[base] + endings[base != field]
 
 
-_WHOLE = ("_bias", ".scale", "_expert_scale", "_scalar", ".weight")  # names that need no ending
+_WHOLE = (
+    "_bias",
+    ".scale",
+    "_expert_scale",
+    "_scalar",
+    ".weight",
+    "A_log",
+    "ssm_a",
+)  # names that need no ending
 _BARE = ("sinks", "gates", "ups", "downs")
 
 
@@ -261,6 +287,11 @@ def _layer(
         if spec.latent.query:
             parts["q"] = _part(names, (prefix, "q_up"), shapes["q"])
         parts = _cut_queries(parts, spec, spec.latent)
+    if spec.family.attn_gate and "q" in parts:  # each head has its queries, then its gate
+        d, rows = spec.head_dim, 2 * spec.heads * spec.head_dim
+        both = replace(parts["q"], shape=(rows, spec.dim))
+        parts["q"] = replace(both, cut=(0, d, 2 * d))
+        parts["attn_gate"] = replace(both, cut=(d, d, 2 * d))
     for fields, module in names.fused.items():
         for kind, ending in (("", ".weight"), ("_bias", ".bias")):
             together = [f + kind for f in fields.split() if f + kind in parts]
@@ -390,7 +421,10 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
 
 
 def named(spec: ModelSpec, layer: int, field: str) -> str:
-    """The field by which a table has it: the MLP of a layer with experts is their shared one."""
+    """The field by which a table has it: the MLP of a layer with experts is their shared one, and
+    the last product of a recurrent layer has a name of its own."""
+    if field == "o" and spec.linear is not None and layer in spec.linear.layers:
+        return "linear_o"
     shared = spec.sparse(layer) and field in ("gate", "up", "down")
     return f"shared_{field}" if shared else field
 
@@ -451,11 +485,21 @@ _GGUF = modules("""
     experts_post_norm  post_ffw_norm_2
     v_norm          attn_v_norm
     router_norm     none
+    qkv             attn_qkv
+    z               attn_gate
+    b               ssm_beta
+    a               ssm_alpha
+    conv            ssm_conv1d
+    decay           ssm_a
+    dt              ssm_dt
+    head_scale      ssm_norm
+    linear_o        ssm_out
 """)
 # Architectures that call a tensor otherwise.
 _GGUF_OWN = {
     **{key: {"mlp_norm": "post_attention_norm"} for key in ("gpt-oss", "seed_oss", "glm4moe")},
     "deepseek2": {"k": "attn_kv_a_mqa"},
+    **{key: {"mlp_norm": "post_attention_norm"} for key in ("qwen35", "qwen35moe", "qwen3next")},
     "arcee": {"gate": "ffn_up"},  # relu(x) x is the square of relu
     "gemma4": {f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
@@ -474,13 +518,41 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     if spec.experts is not None and present(f"blk.{min(spec.experts.layers)}.{joined}"):
         stacked, downs = "joined", "ffn_down_exps.weight"
         table = table | {"gates": joined, "ups": joined, "downs": downs}
-    layout = layout_of(spec, Names(table, ("",), "blk.", fused, stacked=stacked), present)
+    adapt = None
+    if spec.arch == "qwen3next":
+        qkvz = "ssm_in" if present("blk.0.ssm_in.weight") else ""
+        adapt = partial(by_key_head, qkvz, "ssm_ba")
+    names = Names(table, ("",), "blk.", fused, adapt, stacked=stacked)
+    layout = layout_of(spec, names, present)
     for parts in layout.layers:
         if "out_scale" in parts and not present(parts["out_scale"].name):
             parts["out_scale"] = Part("", (1,))
-    if spec.experts is not None:
+    if spec.experts is not None or spec.linear is not None:
         layout = replace(layout, foreign=layout.foreign + second_token_layers("blk.", spec))
     return layout
+
+
+def by_key_head(qkvz: str, ba: str, parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
+    """The parts of a gated delta net whose tensors have, for each key head, first its queries, its
+    key, its values and their gates, and in another its bs and as (Qwen3-Next). qkvz: the module of
+    the first, "" if these are not in one."""
+    linear = spec.linear
+    if linear is None or "conv" not in parts:
+        return parts
+    several, d = linear.value_heads // linear.key_heads, linear.key_dim
+    values = several * linear.value_dim
+    whole = Part(f"{prefix}{ba}.weight", (2 * linear.value_heads, spec.dim))
+    parts["b"] = replace(whole, cut=(0, several, 2 * several))
+    parts["a"] = replace(whole, cut=(several, several, 2 * several))
+    if qkvz:
+        rows = 2 * (d + values)
+        whole = Part(f"{prefix}{qkvz}.weight", (linear.key_heads * rows, spec.dim))
+        del parts["qkv"]
+        parts["queries"] = replace(whole, cut=(0, d, rows))
+        parts["keys"] = replace(whole, cut=(d, d, rows))
+        parts["values"] = replace(whole, cut=(2 * d, values, rows))
+        parts["z"] = replace(whole, cut=(2 * d + values, values, rows))
+    return parts
 
 
 def second_token_layers(prefix: str, spec: ModelSpec) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def quantisable(kind: str, shape: tuple[int, ...]) -> bool:
 def quantization_of(field: str, quantization: str) -> str:
     """The quantization of the weight of this name (see models/names.py), where `quantization` is
     asked for."""
-    if field in ("router", "positions"):
+    if field in ("router", "positions", "a", "b"):
         return "none"
     return "int8" if quantization == "int4" and field in ("embed", "head") else quantization
 

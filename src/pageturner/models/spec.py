@@ -22,6 +22,7 @@ from pageturner.kernels.base import (
     KVSpec,
 )
 from pageturner.kernels.layer_parts import SCORINGS
+from pageturner.kernels.recurrent import CHUNK, COLUMNS, STORED, RecurrentSpec
 from pageturner.models.rope import HUGE, RopeSpec, rope_problems
 
 LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
@@ -54,6 +55,7 @@ class Family:
     embed_norm   a norm behind the embedding
     sinks        attention sinks
     expert_bias  experts and their router have biases
+    attn_gate    what heads give is multiplied by the sigmoid of a product of its own
     v_norm       norms of values, of each head and without weights
     out_scale    what comes out of a layer is multiplied by a number in the file
     """
@@ -75,6 +77,7 @@ class Family:
     sinks: bool = False
     expert_bias: bool = False
     v_norm: bool = False
+    attn_gate: bool = False
     out_scale: bool = False
 
 
@@ -126,6 +129,48 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """Gated delta nets, which `layers` have in the place of attention.
+
+    kernel     positions that the convolution sees
+    tiled      value head h goes with key head h % key_heads, not with h // (value_heads /
+               key_heads)
+    log_decay  the file has the logarithms of the rates of decay, and not the rates
+    act        of the gate of the outputs: "silu" or "sigmoid"
+    """
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    tiled: bool = False
+    log_decay: bool = False
+    act: str = "silu"
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns that go through the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    def storage(self, dtype: str) -> RecurrentSpec:
+        """The storage of their states; tails are of the KV type, or fp16 where that is none of
+        theirs."""
+        heads = (self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+        kind = dtype if dtype in STORED else "float16"
+        return RecurrentSpec(len(self.layers), self.channels, self.kernel, *heads, kind)
+
+
+@dataclass(frozen=True, slots=True)
 class Temper:
     """The query at position p is multiplied by 1 + scale * ln(1 + floor((p + first) / floor))
     (Llama 4; arXiv 2501.19399)."""
@@ -162,6 +207,7 @@ class ModelSpec:
                   them that is of its kind (windowed or not)
     sharing_ffn   inner size of the MLP in these; 0: `ffn`
     k_as_v        layers without a window have no matrix of values: the product of K is taken
+    linear        the layers that are gated delta nets
     per_layer     size of the embedding of each token in each layer; 0: there is none
     """
 
@@ -198,6 +244,7 @@ class ModelSpec:
     sharing_ffn: int = 0
     k_as_v: bool = False
     per_layer: int = 0
+    linear: LinearSpec | None = None
 
     @property
     def active(self) -> int:
@@ -225,12 +272,15 @@ class ModelSpec:
 
     def attention_weights(self, layer: int) -> int:
         """Weights of the attention of one layer."""
-        latent = self.latent
+        latent, linear = self.latent, self.linear
+        if linear is not None and layer in linear.layers:
+            return self.dim * (linear.channels + 2 * linear.values + 2 * linear.value_heads)
         if latent is None:
             shape = self.attention(layer, self.context)
             of_kv = 1 if self.k_as_v and layer not in self.windowed else 2
             of_kv = 0 if self.shares(layer) else of_kv
-            return self.dim * shape.head_dim * (2 * shape.heads + of_kv * shape.kv_heads)
+            of_heads = (3 if self.family.attn_gate else 2) * shape.heads
+            return self.dim * shape.head_dim * (of_heads + of_kv * shape.kv_heads)
         head = latent.nope + latent.rotary + latent.value
         inner = self.heads * latent.rank * (latent.nope + latent.value)
         if latent.query:
@@ -256,6 +306,8 @@ class ModelSpec:
             "layers that share KV": self.sharing > 0,
             "values that are normed": self.family.v_norm or self.k_as_v,
             "embeddings for each layer": self.per_layer > 0,
+            "recurrent layers": self.linear is not None,
+            "attention with a gate": self.family.attn_gate,
         }
         return ", ".join(name for name, there in found.items() if there)
 
@@ -300,7 +352,7 @@ class ModelSpec:
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str, gpu_kv: bool = False) -> KVSpec:
         """The KV storage of all layers; gpu_kv: as GPUs store it."""
-        layers = self.layers - self.sharing
+        layers = self.layers - self.sharing - self.recurrent
         one = KVSpec(
             layers,
             blocks,
@@ -323,6 +375,11 @@ class ModelSpec:
         """The number of layers with KV that hide a part of sequences of so many positions."""
         layers = range(self.layers - self.sharing)
         return sum(self.attention(layer, positions).window > 0 for layer in layers)
+
+    @property
+    def recurrent(self) -> int:
+        """The number of layers that keep a state in place of KV."""
+        return len(self.linear.layers) if self.linear is not None else 0
 
     def sparse(self, layer: int) -> bool:
         """Return whether the layer has experts in place of one MLP."""
@@ -379,6 +436,8 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     if spec.local_rope is not None:
         problems |= rope_problems(spec.local_rope, (spec.local_heads or (0, spec.head_dim))[1])
     problems |= _layer_problems(spec)
+    if spec.linear is not None:
+        problems |= _linear_problems(spec, spec.linear)
     if spec.attn_temperature is not None:
         t = spec.attn_temperature
         problems[f"temperature of queries {t}"] = not (
@@ -422,6 +481,24 @@ def _layer_problems(spec: ModelSpec) -> dict[str, bool]:
         and not all(kinds),
         f"embeddings of {spec.per_layer} in each layer": not 0 <= spec.per_layer < LARGEST,
         f"an MLP of {spec.sharing_ffn} in layers that share": not 0 <= spec.sharing_ffn < LARGEST,
+    }
+
+
+def _linear_problems(spec: ModelSpec, linear: LinearSpec) -> dict[str, bool]:
+    sizes = (linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim)
+    if linear.value_dim % COLUMNS or not 1 < linear.kernel <= CHUNK:
+        raise unsupported(
+            f"a gated delta net with heads of {linear.value_dim} and a convolution over"
+            f" {linear.kernel} positions is not supported: heads are multiples of {COLUMNS}"
+        )
+    return {
+        f"a gated delta net of sizes {sizes}": not all(0 < size < LARGEST for size in sizes),
+        f"{linear.value_heads} value heads for {linear.key_heads} key heads": linear.key_heads < 1
+        or linear.value_heads % linear.key_heads != 0,
+        f"{len(linear.layers)} of {spec.layers} layers that are recurrent": not 0
+        < len(linear.layers)
+        < spec.layers,
+        f"a gate by {linear.act!r}": linear.act not in ("silu", "sigmoid"),
     }
 
 

@@ -21,7 +21,8 @@ from pageturner.formats.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
-from pageturner.kernels.layer_parts import Experts, Latent, PerLayer
+from pageturner.kernels.layer_parts import Experts, Latent, Linear, PerLayer
+from pageturner.kernels.recurrent import Conv, GatedNorm, Rates, StateRule
 from pageturner.models.expert_choice import ExpertChoice
 from pageturner.models.head_norms import HeadNorms
 from pageturner.models.names import Layout, Part, named
@@ -250,9 +251,13 @@ def load_weights(
         several = {
             f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()
         }
-        packed = {field: pack(field, part, i) for field, part in layout.layers[i].items()}
+        parts = layout.layers[i]
+        packed = {f: pack(f, part, i) for f, part in parts.items() if f != "conv"}
         layer = Layer(
             **_fields(packed, several),
+            linear=_linear(spec, packed, _conv_weight(file, parts["conv"]))
+            if "conv" in parts
+            else None,
             shape=_shape(spec.attention(i, positions), _sinks(file, layout.layers[i]), shard),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
@@ -306,7 +311,8 @@ class _Packing:
         if self.cache is not None and (found := self.cache.take(name)) is not None:
             return found.kind, tuple(found.weight.shape), found.weight
         tensor = read_part(self.file, part)
-        tensor = _as_float32(tensor) if self.dtype == "float32" else tensor
+        if self.dtype == "float32" or field in _EXACT:
+            tensor = _as_float32(tensor)
         cut = self.shard is not None and self.shard.cuts_columns(field)
         if tensor.order is not None and (cut or "ordered" not in self.ops.features):
             tensor = in_place(tensor)
@@ -326,9 +332,11 @@ class _Packing:
 
 def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -> dict[str, Any]:
     """The fields of `Layer` that hold weights."""
-    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "k", "v")
+    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "q", "k", "v")
     fields = dict.fromkeys(absent) | {
-        f: w for f, w in packed.items() if f not in (*_LATENT, *_PER_LAYER, "sinks", "out_scale")
+        f: w
+        for f, w in packed.items()
+        if f not in (*_LATENT, *_LINEAR, *_PER_LAYER, "sinks", "out_scale")
     }
     if "k_up" in several:
         q_rope, k_rope, norm, *low = (packed.get(field) for field in _LATENT)
@@ -336,6 +344,39 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
     return fields
 
 
+def _linear(spec: ModelSpec, packed: dict[str, Weight], conv: F32) -> Linear:
+    about = spec.linear
+    assert about is not None
+    decay = packed["decay"]
+    if about.log_decay:
+        decay = -np.exp(decay)
+    together = ("qkv",) if "qkv" in packed else ("queries", "keys", "values")
+    return Linear(
+        tuple(packed[field] for field in together),
+        packed["z"],
+        packed["a"],
+        packed["b"],
+        packed["head_scale"],
+        conv=Conv(conv),
+        rates=Rates(decay, packed["dt_bias"]),
+        rule=StateRule(delta=True, tiled=about.tiled),
+        norm=GatedNorm(spec.eps, about.value_dim, gate_first=False, act=about.act),
+        keys=about.keys,
+        key_dim=about.key_dim,
+    )
+
+
+def _conv_weight(file: TensorFile, part: Part) -> F32:
+    """The weights of a convolution [kernel, channels]."""
+    tensor = _as_float32(read_part(file, part))
+    return np.ascontiguousarray(tensor.data.view(np.float32).reshape(tensor.shape).T)
+
+
+_EXACT = ("a", "b")  # a recurrence multiplies their errors
+_LINEAR = (
+    *("qkv", "queries", "keys", "values", "z", "a", "b"),
+    *("decay", "dt_bias", "head_scale"),
+)
 _LATENT = ("q_rope", "k_rope", "latent_norm", "q_down", "query_norm")
 _PER_LAYER = ("layer_project", "layer_norm", "layer_gate", "layer_out", "layer_post_norm")
 
