@@ -72,7 +72,7 @@ def kv(dice: Dice) -> str:
 
 
 def _spoilt(raw: bytes, dice: Dice) -> bytes:
-    _, _, blocks, _, sliding = HEAD.unpack(raw[: HEAD.size])
+    _, _, blocks, _, sliding, *_ = HEAD.unpack(raw[: HEAD.size])
     records = RECORDS_AT, RECORDS_AT + (blocks + sliding) * RECORD.itemsize
     for _ in range(dice.choice((1, 1, 2, 20))):
         start, end = dice.choice(

@@ -43,6 +43,8 @@ class Setup:
     recent_tokens: int = (
         0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
     )
+    snapshots: int = 20  # states of recurrent layers beside those of running sequences
+    snapshot_interval: int = 64
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,11 @@ class Model:
         recent = setup.recent_tokens // setup.block_size
         if self.decoder.spec.local_heads is not None:  # two shapes of KV: always two stores
             recent = recent or blocks
-        sizes = KVSizes(blocks, self.decoder.window if recent else 0, recent)
+        recurrent = self.decoder.spec.linear is not None
+        seats = 2 * setup.max_num_seqs if recurrent else 0
+        states = seats + 1 + setup.snapshots if recurrent else 0
+        window = self.decoder.window if recent else 0
+        sizes = KVSizes(blocks, window, recent, states, seats)
         grammars = Grammars(self.compiler)
         drafter = setup.drafter() if setup.drafter else None
         runner = Runner(
@@ -85,10 +91,15 @@ class Model:
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 poison_blocks(kv, list(range(count)))
+        if runner.recurrent is not None:
+            runner.recurrent.states[:] = runner.recurrent.tail[:] = 0xFF  # NaN
         plans = make_stack(
             num_blocks=sizes.blocks,
             window=sizes.window,
             sliding=sizes.sliding,
+            states=sizes.states,
+            tails=sizes.tails,
+            snapshot_interval=setup.snapshot_interval,
             block_size=setup.block_size,
             prefix_caching=setup.prefix_caching,
             policy=setup.policy,

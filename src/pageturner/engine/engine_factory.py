@@ -158,6 +158,8 @@ def make_engine(
             drafter = DraftModel(smaller, ops, layout, costs)
         alloc = kept.begin(sizes) if kept else ops.alloc_kv
         runner = phases.run("kv", lambda: Runner(decoder, ops, layout, grammars, drafter, alloc))
+        if kept is not None and runner.recurrent is not None:
+            runner.recurrent = kept.place(runner.recurrent)
     devices.tell_start(chosen, phases.seconds)
     limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     built = LoadedEngine(
@@ -268,7 +270,8 @@ def _surviving_kv(
     if kv_fd is None or not wanted:
         return None
     spec, tiers = _block_spec(decoder, config), wants_tiers(config)
-    about = (weights_digest(config), fingerprint, spec, decoder.windowed, decoder.window, tiers)
+    about: tuple[Any, ...] = (weights_digest(config), fingerprint, spec, decoder.windowed)
+    about += (decoder.window, tiers, decoder.recurrent_spec(devices.kv_type(config)))
     identity = hashlib.blake2b(repr(about).encode(), digest_size=32).digest()
     return SurvivingKV(kv_fd, identity, _threads(config))
 

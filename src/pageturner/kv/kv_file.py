@@ -7,7 +7,9 @@ stays as it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,3 +85,38 @@ def take_huge_pages(kv: KV | None, blocks: int) -> None:
     on."""
     if kv is not None:
         kv.take_huge_pages(blocks * kv.memory.shape[1] + AHEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """The storage of KV as a survival file sees it; kv: None where blocks have no bytes."""
+
+    chained: ClassVar[bool] = True
+    kv: KV | None
+    threads: int
+
+    def checksums(self, blocks: I32, seeds: U64) -> U64:
+        """As the function of this name."""
+        return checksums(self.kv, blocks, seeds, self.threads)
+
+    def take_huge_pages(self, blocks: int) -> None:
+        """As the function of this name."""
+        take_huge_pages(self.kv, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """The slots of recurrent states [slots, bytes], seen so."""
+
+    chained: ClassVar[bool] = False
+    states: NDArray[np.uint8]
+
+    def checksums(self, blocks: I32, seeds: U64) -> U64:
+        """`row_sums` of each slot, where it lies: slots are large."""
+        sums = np.zeros(len(blocks), np.uint64)
+        for i, block in enumerate(blocks):
+            sums[i] = row_sums(self.states[block : block + 1], seeds[i : i + 1])[0]
+        return sums
+
+    def take_huge_pages(self, blocks: int) -> None:
+        """They are left to the system."""

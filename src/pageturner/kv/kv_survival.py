@@ -24,21 +24,25 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import astuple, replace
 from time import perf_counter
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
-from pageturner.kernels.base import KV, KVSpec
+from pageturner.kernels.base import I32, KV, KVSpec
+from pageturner.kernels.recurrent import RecurrentCache
 from pageturner.kv import kv_file
 from pageturner.kv.kv_block_file import RECORD
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener, StepReport
 from pageturner.scheduler.store import Store
 
-MAGIC = b"ptkv\0\0\0\2"  # the last byte: version of the layout
-HEAD = struct.Struct("<8s32s3Q")  # magic, digest, blocks, window, sliding blocks
+MAGIC = b"ptkv\0\0\0\3"  # the last byte: version of the layout
+HEAD = struct.Struct("<8s32s5Q")  # magic, digest, blocks, window, sliding blocks, states, tails
 RECORDS_AT = 4096
 
 
@@ -55,6 +59,7 @@ class SurvivingKV:
     def __init__(self, fd: int, identity: bytes, threads: int = 1) -> None:
         self._fd, self._identity, self._threads = fd, identity, threads
         self._storage: list[KV] = []
+        self._states: NDArray[np.uint8] | None = None
         self._directories: list[Directory] = []
         self.taken = 0
         self.listener = Listener(committed=self._note, stats=self._stats)
@@ -68,7 +73,7 @@ class SurvivingKV:
         return sizes if head == self._head(sizes) else None
 
     def _head(self, sizes: KVSizes) -> bytes:
-        counts = struct.pack("<3Q", sizes.blocks, sizes.window, sizes.sliding)
+        counts = struct.pack("<5Q", *astuple(sizes))
         return MAGIC + hashlib.blake2b(self._identity + counts, digest_size=32).digest() + counts
 
     def begin(self, sizes: KVSizes) -> Callable[[KVSpec], KV]:
@@ -79,7 +84,7 @@ class SurvivingKV:
         if sizes != self.sizes:
             os.ftruncate(self._fd, 0)
             self.sizes = None
-        count = sizes.blocks + sizes.sliding
+        count = sizes.blocks + sizes.sliding + sizes.states
         self._end = (
             -(-(RECORDS_AT + count * RECORD.itemsize) // kv_file.HUGE_PAGE) * kv_file.HUGE_PAGE
         )
@@ -96,6 +101,20 @@ class SurvivingKV:
         self._storage.append(kv_file.alloc(spec, self._fd, offset))
         return self._storage[-1]
 
+    def place(self, cache: RecurrentCache) -> RecurrentCache:
+        """The same with states that outlive this process. Tails are computed again."""
+        shape = cache.states.shape
+        offset, size = self._end, shape[0] * shape[1]
+        self._end += -(-size // kv_file.HUGE_PAGE) * kv_file.HUGE_PAGE
+        self._grow()
+        try:
+            memory = mmap.mmap(self._fd, size, offset=offset)
+        except (OSError, ValueError) as error:
+            message = f"the system refuses to map {size / 1e6:.0f} MB of states: ask for less of it"
+            raise EngineFault("kv_memory", message) from error
+        self._states = np.frombuffer(memory, np.uint8).reshape(shape)
+        return replace(cache, states=self._states)
+
     def _grow(self) -> None:
         if os.fstat(self._fd).st_size < self._end:
             os.ftruncate(self._fd, self._end)
@@ -103,14 +122,20 @@ class SurvivingKV:
     def attach(self, pool: BlockPool) -> int:
         """Make findable in a new pool what verifies, and from here on write down what it seals.
         Returns how many blocks were taken back."""
-        first, stores = 0, [kind.store for kind in pool.kinds]
+        first, stores = 0, [kind.store for kind in pool.kinds if not kind.sparse]
         none = [None] * (
             len(stores) - len(self._storage)
         )  # whole blocks, if all layers have a window
-        for store, kv in zip(stores, (*none, *self._storage), strict=True):
+        bytes_of: list[StoredBytes] = [
+            kv_file.KVBytes(kv, self._threads) for kv in (*none, *self._storage)
+        ]
+        if self._states is not None:
+            stores.append(pool.states)
+            bytes_of.append(kv_file.StateBytes(self._states))
+        for store, stored in zip(stores, bytes_of, strict=True):
             records = self._records[first : first + store.num_blocks]
             first += store.num_blocks
-            directory = Directory(store, kv, records, self._threads)
+            directory = Directory(store, stored, records)
             self.taken += directory.take_back()
             self._directories.append(directory)
         return self.taken
@@ -126,13 +151,20 @@ class SurvivingKV:
         return {"kv_blocks_taken_back": float(self.taken), "kv_checksum_seconds": seconds}
 
 
+class StoredBytes(Protocol):
+    """The memory of one store. chained: a block is of use only with those before it."""
+
+    chained: ClassVar[bool]
+
+    def checksums(self, blocks: I32, seeds: kv_file.U64) -> kv_file.U64: ...
+    def take_huge_pages(self, blocks: int) -> None: ...
+
+
 class Directory:
     """The records of one store. seconds: what it took to write them, checksums included."""
 
-    def __init__(
-        self, store: Store, kv: KV | None, records: NDArray[np.void], threads: int
-    ) -> None:
-        self._store, self._kv, self._threads = store, kv, threads
+    def __init__(self, store: Store, stored: StoredBytes, records: NDArray[np.void]) -> None:
+        self._store, self._stored = store, stored
         self._keys, self._sums, self._stamps = (records[name] for name in RECORD.names or ())
         self._new_blocks: dict[int, bytes] = {}  # blocks of the step under way
         self._stamp = 0
@@ -143,11 +175,9 @@ class Directory:
         back."""
         found = np.flatnonzero(self._sums).astype(np.int32)
         keys = self._keys[found].tobytes()
-        right = (
-            kv_file.checksums(self._kv, found, seeds_of(keys), self._threads) == self._sums[found]
-        )
+        right = self._stored.checksums(found, seeds_of(keys)) == self._sums[found]
         # What was sealed last is overwritten first: a chain of blocks loses its end, never its
-        # beginning.
+        # beginning. Of states the last ones are those that unfinished sequences go on from.
         newest = sorted(found[right].tolist(), key=lambda block: -int(self._stamps[block]))
         block_of = {self._keys[block].tobytes(): block for block in newest}
         kept = {block: key for key, block in block_of.items()}
@@ -156,8 +186,11 @@ class Directory:
         self._stamps[[*kept]] = np.arange(self._stamp, 0, -1)
         self._sums[np.setdiff1d(found, [*kept])] = 0
         if kept:
-            adopt(self._store, kept)
-            kv_file.take_huge_pages(self._kv, max(kept))
+            in_order = kept
+            if not self._stored.chained:
+                in_order = dict(reversed(kept.items()))
+            adopt(self._store, in_order)
+            self._stored.take_huge_pages(max(kept))
         self._store.on_publish, self._store.on_evict = self._published, self._strike_out
         return len(kept)
 
@@ -176,7 +209,7 @@ class Directory:
         blocks = np.fromiter(self._new_blocks, np.int32, len(self._new_blocks))
         keys = b"".join(self._new_blocks.values())
         self._new_blocks.clear()
-        sums = kv_file.checksums(self._kv, blocks, seeds_of(keys), self._threads)
+        sums = self._stored.checksums(blocks, seeds_of(keys))
         self._keys[blocks] = np.frombuffer(keys, self._keys.dtype)
         self._stamps[blocks] = np.arange(
             self._stamp + 1, self._stamp + 1 + len(blocks), dtype=np.uint64
@@ -185,7 +218,7 @@ class Directory:
         self._sums[blocks] = sums  # last: from here on the records hold
         self.seconds += perf_counter() - begin
         # Not counted: private memory is put on huge pages too, where it is first touched.
-        kv_file.take_huge_pages(self._kv, int(blocks.max()) + 1)
+        self._stored.take_huge_pages(int(blocks.max()) + 1)
 
 
 def seeds_of(keys: bytes) -> kv_file.U64:

@@ -102,10 +102,13 @@ class Snapshots(MutableMapping[int, None]):
     # -- as a mapping, which is all that a store sees of it ----------------------------------------
     def __setitem__(self, slot: int, value: None) -> None:
         known = self._known.get(slot)
-        if known is None or known.passed:
+        if known is not None and known.passed:
             self._passed[slot] = None
-        else:
-            self._kept[slot] = self._floor + known.uses * max(known.gain, self._pool.grain)
+            return
+        worth = self._pool.grain  # of one that a process before this one left, too
+        if known is not None:
+            worth = known.uses * max(known.gain, worth)
+        self._kept[slot] = self._floor + worth
 
     def __delitem__(self, slot: int) -> None:
         if slot in self._passed:

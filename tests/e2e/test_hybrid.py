@@ -1,0 +1,85 @@
+"""Models with recurrent layers: a request has the same bits alone, in crowds, by any chunks and blocks, from a
+snapshot, after preemption, and with drafts that are rejected on both sides of a boundary."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from pageturner.executor.draft import PromptLookup
+from pageturner.kernels.base import Ops
+from pageturner.params import SamplingParams
+from pageturner.request import Request
+from support.decoding import backend
+from support.engines import GOLDENS, Answer, Model, Setup, answers
+
+NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
+
+@cache
+def model(name: str, ops_name: str = "native") -> Model:
+    ops: Ops = backend(ops_name)
+    return Model(GOLDENS / "families" / name, ops, dtype="auto")
+
+
+def requests(seed: int = 0, count: int = 6) -> list[Request]:
+    """Prompts of 1 to 150 tokens that share beginnings, with answers that pass a boundary."""
+    dice = random.Random(seed)
+    common = [dice.randrange(3, 300) for _ in range(260)]
+    found = []
+    for id in range(count):
+        shared = common[: (0, 33, 64, 97, 140, 260)[id % 6]]
+        own = [dice.randrange(3, 300) for _ in range(dice.randrange(1, 10))]
+        params = SamplingParams(
+            max_tokens=dice.choice((5, 40)),
+            temperature=dice.choice((0.0, 1.0)),
+            seed=id,
+            logprobs=0,
+        )
+        found.append(Request(id, (*shared, *own), params))
+    return found
+
+
+@cache
+def truth(name: str) -> dict[int, Answer]:
+    """Each request in an engine of its own."""
+    found: dict[int, Answer] = {}
+    for request in requests():
+        engine = model(name).engine(Setup(prefix_caching=False, max_num_seqs=1))
+        found |= answers(engine, [request])
+    return found
+
+
+SETUPS = {
+    "crowd": Setup(),
+    "chunks of 7": Setup(token_budget=7),
+    "chunks of 33": Setup(token_budget=33, snapshot_interval=32),
+    "no cache": Setup(prefix_caching=False, token_budget=40),
+    "blocks of 1": Setup(block_size=1, token_budget=50),
+    "blocks of 32": Setup(block_size=32),
+    "blocks of 48": Setup(block_size=48, token_budget=64),
+    "blocks of 256": Setup(block_size=256),
+    "preemption": Setup(kv_tokens=336, token_budget=64),
+    "few states": Setup(max_num_seqs=3, snapshots=0),
+    "orca": Setup(policy="orca"),
+    "drafts": Setup(drafter=PromptLookup),
+    "drafts in chunks": Setup(drafter=PromptLookup, token_budget=20, block_size=48),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+@pytest.mark.parametrize("name", NAMES[:1])
+def test_nothing_changes_a_bit(name: str, setup: Setup) -> None:
+    engine = model(name).engine(setup)
+    for turn in range(2):  # the second finds what the first left
+        again = [replace(one, id=one.id + 100 * turn) for one in requests()]
+        found = answers(engine, again, spread=turn * 3)
+        assert {id % 100: answer for id, answer in found.items()} == truth(name)
+    stats = engine.stack.scheduler.stats()
+    if setup.prefix_caching:
+        assert stats["cached_tokens"] > 0, "nothing was found again"
+    if setup.kv_tokens < 500:
+        assert stats["preemptions"] > 0
