@@ -336,11 +336,15 @@ def _kv(
         message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
         raise EngineFault("bad_setting", message)
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
-    sizes = plan_kv(KVForm(one, windowed, spec.window, beside), config, length, free)
+    storage = None if spec.linear is None else spec.linear.storage(one.dtype)
+    recurrent = None if storage is None else (storage.state_bytes, storage.tail_bytes)
+    form = KVForm(one, windowed, spec.window, beside, recurrent)
+    sizes = plan_kv(form, config, length, free)
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS
-    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.layers - spec.sharing} layers)"
+    layers = spec.layers - spec.sharing - spec.recurrent
+    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {layers} layers)"
     report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:
@@ -350,6 +354,9 @@ def _kv(
             f" for {whole.layers} layers, {sizes.sliding:,} for the last {sizes.window:,} tokens"
         )
         text += f" in {windowed} layers"
+    if storage is not None:
+        text += f" for {one.layers} layers; {sizes.states:,} states of {storage.state_bytes / MIB:,.1f} MiB"
+        nbytes += sizes.states * storage.state_bytes + sizes.tails * storage.tail_bytes
     nbytes += blocks * beside
     report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
     report.add(
@@ -366,6 +373,7 @@ def _kv(
         "full_sequences": full,
         "dtype": one.dtype,
         "recent_blocks": sizes.sliding,
+        "states": sizes.states,
     }
     if not full:
         report.warnings.append(

@@ -442,5 +442,7 @@ def _step_log(config: EngineConfig, built: LoadedEngine, taken_back: int = 0) ->
         needs=built.needs,
         limits=built.limits,
         taken_back=taken_back,
+        states=built.sizes.states,
+        tails=built.sizes.tails,
     )
     return StepLog(config.step_log, header)

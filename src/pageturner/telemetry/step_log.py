@@ -66,6 +66,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     clock, wall  the engine's clock and the time of day (seconds since 1970) at the same moment
     content      "tokens" or "digests"
     needs        what its steps cost; limits: of the machine. Where they are known
+    states, tails  of recurrent layers, as KVSizes has them
     taken_back   KV blocks of the engine process before, which the log says nothing about
     """
 
@@ -82,6 +83,8 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     needs: ModelCosts | None = None
     limits: MachineLimits | None = None
     taken_back: int = 0
+    states: int = 0
+    tails: int = 0
 
 
 class Arrived(msgspec.Struct, tag=1, array_like=True, frozen=True):

@@ -147,6 +147,7 @@ class ModelPlan:
             "bytes_per_block": model.bytes_per_token(planner.dtype) * planner.block_size,
             "max_model_len": planner.longest,
             "bytes_per_sequence": planner.sequence_bytes(planner.longest),
+            "bytes_per_state": model.recurrent(planner.dtype)[0],
         }
         return {
             "model": {
@@ -367,6 +368,7 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
 def _facts(plan: ModelPlan) -> str:
     model, planner = plan.model, plan.planner
     token = model.bytes_per_token(planner.dtype)
+    state, _ = model.recurrent(planner.dtype)
     windows = ", ".join(
         f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window
     )
@@ -389,6 +391,11 @@ def _facts(plan: ModelPlan) -> str:
         ),
         ("KV, one token", f"{_size(token)} ({planner.dtype})"),
         ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
+        *(
+            [("one state", f"{_size(state)}, of recurrent layers: two of each running sequence")]
+            if state
+            else []
+        ),
         (
             "one sequence",
             f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens",

@@ -80,15 +80,16 @@ class KVPlanner:
         }
 
     def sequence_bytes(self, length: int) -> int:
-        """The blocks of one sequence."""
+        """The blocks of one sequence, with its states."""
         return self._bytes(self._in_blocks, [length])
 
     def _bytes(self, tokens: Tokens, lengths: Sequence[int]) -> int:
-        return sum(
+        kv = sum(
             self.model.layer_bytes(layers, self.dtype)
             * sum(tokens(layers, length) for length in lengths)
             for layers in self.model.kv
         )
+        return kv + len(lengths) * 2 * sum(self.model.recurrent(self.dtype))
 
     def _in_blocks(self, layers: KVLayers, length: int) -> int:
         """Less than one block of waste, with a window less than one at each end of it."""

@@ -95,6 +95,14 @@ class Outline:
         `KV_TYPES`."""
         return sum(self.layer_bytes(layers, dtype) for layers in self.kv)
 
+    def recurrent(self, dtype: str) -> tuple[int, int]:
+        """Bytes of a state of all recurrent layers, and of the rows behind it; a sequence that runs
+        has two of each."""
+        if self.spec is None or self.spec.linear is None:
+            return 0, 0
+        storage = self.spec.linear.storage(dtype)
+        return storage.state_bytes, storage.tail_bytes
+
     def layer_bytes(self, layers: KVLayers, dtype: str) -> int:
         """One token in all layers of one kind, as the engine's own KV storage has it."""
         dims = [dim for dim in (layers.key_dim, layers.value_dim) if dim]

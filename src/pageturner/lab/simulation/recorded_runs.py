@@ -46,7 +46,8 @@ class RecordedRun:
 
     @property
     def sizes(self) -> KVSizes:
-        return KVSizes(self.header.num_blocks, self.header.window, self.header.sliding)
+        head = self.header
+        return KVSizes(head.num_blocks, head.window, head.sliding, head.states, head.tails)
 
     @property
     def steps(self) -> Iterator[StepRecord]:
