@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import GIB, KVForm, KVSizes, plan_kv
 from pageturner.kernels.base import KVSpec
+from pageturner.models.spec import LinearSpec
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS, answers
@@ -127,3 +129,36 @@ def test_an_engine_with_little_memory_answers_as_one_with_plenty(family: str, li
         sliding.append(built.engine.scheduler.stats()["recent_blocks_total"])
     assert given[0] == given[1]
     assert 4 * sliding[1] < 60, "the prompt was meant to be longer than all recent blocks"
+
+
+def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that_are_kept() -> None:
+    """Qwen3.5-35B-A3B: 30 layers of 32 heads of 128 x 128 in fp32, three rows of 8,192 columns in fp16 before
+    each state; 10 layers of two KV heads of 256."""
+    linear = LinearSpec(frozenset(range(30)), 16, 32, 128, 128, 4)
+    storage = linear.storage("float16")
+    state = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    tail = 30 * (32 * 32 * 4 + 16 * 128 * 32 * 2 + 32 * 128 * 32 * 2 + 32 * 8192 * 2)
+    assert (storage.state_bytes, storage.tail_bytes) == (state, tail)
+    one = KVSpec(10, 1, 16, 2, 256, "float16")
+    form = KVForm(one, recurrent=(state, tail))
+    total = 8 * GIB
+
+    def planned(**settings: Any) -> KVSizes:
+        config = EngineConfig(model="x", kv_cache_memory=total, **settings)
+        return plan_kv(form, config, 262_144, FREE)
+
+    sizes = planned(max_num_seqs=8)
+    rest = total - 17 * state - 16 * tail
+    assert sizes.tails == 16
+    assert sizes.blocks == int(rest * 0.4) // one.nbytes
+    assert sizes.states == 17 + (rest - sizes.blocks * one.nbytes) // state
+    used = sizes.states * state + sizes.tails * tail + sizes.blocks * one.nbytes
+    assert total - state < used <= total
+    alone = planned(max_num_seqs=8, enable_prefix_caching=False)
+    assert (alone.states, alone.tails) == (17, 16)
+    assert alone.blocks == rest // one.nbytes
+    crowd = planned(max_num_seqs=1000)  # half of the memory holds fewer
+    seats = (total // 2 - state) // (2 * (state + tail))
+    assert crowd.tails == 2 * seats
+    with pytest.raises(EngineFault, match="recurrent states"):
+        plan_kv(form, EngineConfig(model="x", kv_cache_memory=100 * MIB), 4096, FREE)

@@ -1,0 +1,132 @@
+"""Which states of recurrent layers stay, and how much of a prompt they save the next one."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from pageturner.policies.snapshots import Snapshots
+from pageturner.request import Request
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.store import GONE
+from pageturner.scheduler.types import Sequence
+from support.schedulers import check_pool
+
+STEP = 512
+
+
+def pool_of(states: int, blocks: int = 60_000, every: int = 2048) -> BlockPool:
+    pool = BlockPool(blocks, 16, states=states, tails=8)
+    Snapshots(pool, every)
+    return pool
+
+
+def compute(pool: BlockPool, tokens: list[int], prompt: int = 0) -> Sequence:
+    """A sequence that has computed its tokens; those behind the prompt one by one."""
+    prompt = prompt or len(tokens)
+    seq = Sequence(Request(0, tuple(tokens[:prompt])), tokens=list(tokens))
+    seq.cached = pool.attach(seq)
+    while seq.computed < len(tokens):
+        n = 1 if seq.computed >= prompt else min(STEP, prompt - seq.computed)
+        assert pool.extend(seq, n)
+        pool.begin()
+        seq.computed += n
+        pool.release_held()
+        pool.cache_full_blocks(seq)
+        pool.trim(seq)
+    return seq
+
+
+def kept(pool: BlockPool, tokens: list[int]) -> list[int]:
+    """Positions of a prompt whose states can be found."""
+    seq = Sequence(Request(0, tuple(tokens)), tokens=list(tokens))
+    keys = [pool._key(seq, place, 0) for place in range(len(tokens) // 16)]
+    return [16 * (i + 1) for i, key in enumerate(keys) if key in pool.states.index]
+
+
+def test_a_prompt_keeps_few_states() -> None:
+    """At multiples of 2,048, and the last before its end; those where its steps ended go first."""
+    pool, tokens = pool_of(40), list(range(7000))
+    pool.release(compute(pool, tokens))
+    assert set(kept(pool, tokens)) >= {2048, 4096, 6144, 6976}
+    others = [pool.states.index[key] for key in pool.states.index]
+    assert len(others) < 16, "no state at every boundary"
+    for i in range(60):  # more slots are wanted than there are
+        pool.release(compute(pool, [10_000 + i] * 40))
+    assert set(kept(pool, tokens)) == {2048, 4096, 6144, 6976}
+
+
+def test_states_of_long_prompts_lie_apart() -> None:
+    """As far as a sixteenth of what is before them."""
+    pool, tokens = pool_of(100, blocks=10_000), list(range(100_000))
+    pool.release(compute(pool, tokens))
+    wanted = Sequence(Request(0, tuple(tokens)), tokens=tokens)
+    found = [p for p in kept(pool, tokens) if p in pool.wanted(wanted, p - 1, p)]
+    late = [b - a for a, b in pairwise(found[:-1]) if a > 70_000]
+    assert late == [8192, 8192, 8192]
+
+
+def test_where_a_prompt_parted_from_another_there_is_a_state() -> None:
+    pool = pool_of(40)
+    common = list(range(1500))
+    pool.release(compute(pool, common + [1] * 900))
+    assert compute(pool, common + [2] * 900).cached < 1472, "nothing stands there yet"
+    assert compute(pool, common + [3] * 900).cached == 1472
+
+
+def test_decode_leaves_its_last_boundary() -> None:
+    pool = pool_of(12)
+    tokens = list(range(300))
+    seq = compute(pool, tokens, prompt=100)
+    assert seq.states[9] != GONE
+    assert [slot for slot in seq.states if slot != GONE] == [seq.states[9]]
+    pool.release(seq)
+    check_pool(pool, [])
+    assert compute(pool, [*tokens[:290], *range(1000, 1050)]).cached == 288
+
+
+def shared(pool: BlockPool, traffic: list[tuple[list[int], int, int]]) -> float:
+    """The part of the tokens that were there before which no prompt computed again."""
+    saved = there = 0
+    for tokens, prompt, known in traffic:
+        seq = compute(pool, tokens, prompt)
+        saved += min(seq.cached, known)
+        there += known
+        pool.release(seq)
+    return saved / there
+
+
+def test_repeated_prefixes_are_reused() -> None:
+    """Documents of up to 8,000 tokens with other questions behind them, in memory for half of what they would
+    keep."""
+    dice = random.Random(1)
+    documents = [[(i << 16) + t for t in range(dice.randint(500, 8000))] for i in range(12)]
+    seen: set[int] = set()
+    traffic = []
+    for request in range(150):
+        which = min(int(dice.expovariate(1 / 3)), 11)
+        own = [(100 + request << 16) + t for t in range(dice.randint(50, 400))]
+        known = len(documents[which]) // 32 * 32 if which in seen else 0
+        seen.add(which)
+        traffic.append((documents[which] + own, 0, known))
+    share = shared(pool_of(60), traffic)
+    assert share > 0.93, share
+
+
+def test_chats_are_reused() -> None:
+    """20 conversations of 8 turns beside each other: each turn finds what the one before it left."""
+    dice = random.Random(3)
+    turns = [user for user in range(20) for _ in range(8)]
+    dice.shuffle(turns)
+    said: dict[int, list[int]] = {}
+    traffic = []
+    for number, user in enumerate(turns):
+        before = said.get(user, [])
+        prompt = (before or [*range(300)]) + [
+            (number + 1 << 16) + t for t in range(dice.randint(100, 600))
+        ]
+        said[user] = prompt + [(number + 500 << 16) + t for t in range(dice.randint(30, 90))]
+        known = (len(before) - 1) // 32 * 32 if before else 0
+        traffic.append((said[user], len(prompt), known))
+    share = shared(pool_of(120), traffic)
+    assert share > 0.97, share
