@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 
-from pageturner.executor.batch import BlockRows, pack, pack_sliding
+from pageturner.executor.batch import BlockRows, pack, pack_sliding, state_tables
+from pageturner.kernels.recurrent import RecurrentSpec, alloc
 from pageturner.request import Request
 from pageturner.scheduler.store import Table
 from pageturner.scheduler.types import Item, Plan, Sequence
@@ -134,3 +135,19 @@ def test_blocks_that_are_kept_are_those_of_now():
         found = pack(plan, 4, SCRATCH, kept=kept).block_table
         assert found.tolist() == pack(plan, 4, SCRATCH).block_table.tolist()
         assert found.tolist()[:3] == [item.sequence.blocks[:10] for item in plan.items]
+
+
+def test_tables_of_recurrent_layers() -> None:
+    """Of a step from position 40 to 99: the state before 32 is read, those before 64 and 96 are written as far as
+    there is a slot, and the rows of the first and of the last chunk are kept."""
+    one = Sequence(Request(1, tuple(range(99))), tokens=list(range(99)), computed=40, blocks=[0])
+    one.states, one.tail = Table([-1, 5, -1, 7], 1), Table([-1, 3, -1, 4], 1)
+    new = Sequence(Request(2, (1, 2)), tokens=[1, 2], blocks=[1])
+    new.states, new.tail = Table([-1]), Table([9])
+    plan = Plan([Item(one, 59, 40), Item(new, 2, 0)], ballast=[(2, 2)])
+    cache = alloc(RecurrentSpec(1, 8, 4), 10, 10)
+    tables = state_tables(plan, cache)
+    assert tables.state_read.tolist() == [5, -1, -1]
+    assert tables.state_writes.tolist() == [[0, 3, 7]]
+    assert tables.tail_table.tolist() == [[3, 4], [9, -1], [-1, -1]]
+    assert tables.cache is cache
