@@ -114,8 +114,8 @@ def _table(rows: list[bytes], width: int, scratch_block: int) -> I32:
 
 
 def state_tables(plan: Plan, cache: RecurrentCache) -> StateTables:
-    """Where the recurrent layers of a step read and write (kernels.base.StateTables). Ballast
-    reads zeros, and keeps nothing."""
+    """The slots and blocks that the recurrent layers of a step read and write
+    (kernels.base.StateTables). Ballast reads zeros, and keeps nothing."""
     reads: list[int] = []
     writes: list[int] = []
     tails: list[int] = []

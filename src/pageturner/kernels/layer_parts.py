@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pageturner.kernels.recurrent import Conv, GatedNorm, Rates, StateRule
+from typing import Any
 
 Weight = Any
 
@@ -130,6 +127,7 @@ class Linear:
     z          [values, d], the gate of the outputs
     a, b       [value heads, d], of which the gates of the recurrence are made
     out_norm   [value_dim], the norm of each head's outputs
+    conv, rates, rule, norm  Conv, Rates, StateRule and GatedNorm of kernels.recurrent
     keys       columns of all queries, and of all keys; key_dim: of a head's
     """
 
@@ -138,9 +136,9 @@ class Linear:
     a: Weight
     b: Weight
     out_norm: Weight
-    conv: Conv
-    rates: Rates
-    rule: StateRule
-    norm: GatedNorm
+    conv: Any
+    rates: Any
+    rule: Any
+    norm: Any
     keys: int
     key_dim: int

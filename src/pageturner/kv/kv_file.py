@@ -96,11 +96,11 @@ class KVBytes:
     threads: int
 
     def checksums(self, blocks: I32, seeds: U64) -> U64:
-        """As the function of this name."""
+        """Make the checksums of blocks."""
         return checksums(self.kv, blocks, seeds, self.threads)
 
     def take_huge_pages(self, blocks: int) -> None:
-        """As the function of this name."""
+        """Put the first so many blocks on huge pages."""
         take_huge_pages(self.kv, blocks)
 
 

@@ -227,7 +227,7 @@ class Pages:
         return end <= len(table) and (first >= end or self.store.refs[table[first]] == 1)
 
     def room(self, seq: Any, start: int) -> int:
-        """How many positions from `start` on could be made writable now."""
+        """Return how many positions from `start` on could be made writable now."""
         table = self.table(seq)
         end = len(table)
         spare = self.store.available - self.store.num_new_blocks(
