@@ -34,7 +34,7 @@ def requests(seed: int = 0, count: int = 6) -> list[Request]:
         shared = common[: (0, 33, 64, 97, 140, 260)[id % 6]]
         own = [dice.randrange(3, 300) for _ in range(dice.randrange(1, 10))]
         params = SamplingParams(
-            max_tokens=dice.choice((5, 40)),
+            max_tokens=40,
             temperature=dice.choice((0.0, 1.0)),
             seed=id,
             logprobs=0,
@@ -62,7 +62,7 @@ SETUPS = {
     "blocks of 32": Setup(block_size=32),
     "blocks of 48": Setup(block_size=48, token_budget=64),
     "blocks of 256": Setup(block_size=256),
-    "preemption": Setup(kv_tokens=336, token_budget=64),
+    "preemption": Setup(kv_tokens=320, block_size=1),
     "few states": Setup(max_num_seqs=3, snapshots=0),
     "orca": Setup(policy="orca"),
     "drafts": Setup(drafter=PromptLookup),
