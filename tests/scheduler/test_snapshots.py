@@ -46,11 +46,10 @@ def kept(pool: BlockPool, tokens: list[int]) -> list[int]:
 
 def test_a_prompt_keeps_few_states() -> None:
     """At multiples of 2,048, and the last before its end; those where its steps ended go first."""
-    pool, tokens = pool_of(40), list(range(7000))
+    pool, tokens = pool_of(30), list(range(7000))
     pool.release(compute(pool, tokens))
     assert set(kept(pool, tokens)) >= {2048, 4096, 6144, 6976}
-    others = [pool.states.index[key] for key in pool.states.index]
-    assert len(others) < 16, "no state at every boundary"
+    assert len(pool.states.index) < 30, "no state at every boundary"
     for i in range(60):  # more slots are wanted than there are
         pool.release(compute(pool, [10_000 + i] * 40))
     assert set(kept(pool, tokens)) == {2048, 4096, 6144, 6976}
@@ -58,7 +57,7 @@ def test_a_prompt_keeps_few_states() -> None:
 
 def test_states_of_long_prompts_lie_apart() -> None:
     """As far as a sixteenth of what is before them."""
-    pool, tokens = pool_of(100, blocks=10_000), list(range(100_000))
+    pool, tokens = pool_of(60, blocks=10_000), list(range(100_000))
     pool.release(compute(pool, tokens))
     wanted = Sequence(Request(0, tuple(tokens)), tokens=tokens)
     found = [p for p in kept(pool, tokens) if p in pool.wanted(wanted, p - 1, p)]

@@ -8,7 +8,7 @@ rules. Must not know what a state holds, nor how large it is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 
 from pageturner.scheduler.blocks import BlockPool
@@ -16,6 +16,7 @@ from pageturner.scheduler.types import Sequence
 
 LEAST = 128  # tokens between two snapshots that are worth having both
 SHARE = 16  # they are a sixteenth of what is before them apart, or more
+FINER = 8  # times as many regular ones are kept while there is plenty of room
 BRANCH_USES = 2  # a place where a prompt parted from another one was asked for once already
 
 
@@ -34,9 +35,10 @@ class Snapshots(MutableMapping[int, None]):
     """The cached states of a pool, in the place of `Store.cached` and `Store.oldest`.
 
     A step keeps the states at multiples of `every`, where its prompt parts from others that are
-    cached, and before the end of the prompt. When there is no room, states go that sequences passed
-    without a reason to keep them; then the one that saves the fewest tokens, times its uses, where
-    all others gain in worth whenever one goes (greedy dual size frequency, Cherkasova 1998).
+    cached, and before the end of the prompt, and others while they cost nothing. When there is no
+    room, states go that sequences passed without a reason to keep them; then the one that saves the
+    fewest tokens, times its uses, where all others gain in worth whenever one goes (greedy dual
+    size frequency, Cherkasova 1998).
     """
 
     def __init__(self, pool: BlockPool, every: int) -> None:
@@ -49,15 +51,25 @@ class Snapshots(MutableMapping[int, None]):
         self._store.cached, self._store.oldest = self, self._oldest
         pool.wanted, pool.on_state = self.wanted, self._found
 
-    def wanted(self, seq: Sequence, start: int, end: int) -> list[int]:
-        """The positions behind `start`, up to `end`, whose states are to be kept."""
+    def wanted(self, seq: Sequence, start: int, end: int) -> Iterable[int]:
+        """The positions behind `start`, up to `end`, whose states are to be kept; more of them
+        while half of the memory is empty, which go as those do that were passed."""
+        found = self._reasons(seq, start, end)
+        empty = self._store.available - len(self)
+        if 2 * empty > self._store.num_blocks:
+            apart = max(self._every // FINER // self._pool.grain, 1) * self._pool.grain
+            found.update(range((start // apart + 1) * apart, end + 1, apart))
+        return sorted(found)
+
+    def _reasons(self, seq: Sequence, start: int, end: int) -> set[int]:
+        """The positions that have a reason of their own."""
         found = set(range((start // self._every + 1) * self._every, end + 1, self._every))
         found = {position for position in found if position % self._apart(position) == 0}
         last = (seq.prompt_len - 1) // self._pool.grain * self._pool.grain
         for position, apart in ((seq.branch, max(LEAST, seq.branch // SHARE)), (last, LEAST)):
             if start < position <= end and position - self._before(seq, position) >= apart:
                 found.add(position)
-        return sorted(found)
+        return found
 
     def _apart(self, position: int) -> int:
         """The distance of the regular snapshots there: twice as large whenever they get too
@@ -84,7 +96,7 @@ class Snapshots(MutableMapping[int, None]):
         if known is None or known.key != key:
             uses = BRANCH_USES if position == seq.branch else 1
             known = self._known[slot] = Snapshot(key, 0, uses)
-        if position in self.wanted(seq, position - 1, position):
+        if position in self._reasons(seq, position - 1, position):
             known.gain = position - self._before(seq, position)
 
     def _oldest(self) -> int:
