@@ -24,14 +24,19 @@ WRITES = (
     "{{ bos_token }}{% for m in messages %}{{ eos_token }}{{ m.role }}\n"
     "{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
 )
+SHOWS = "{{ tools | tojson }}" + WRITES
+COUNTS = "{{ tools[0].d | upper }}{{ tools | tojson | length }}" + WRITES
 LENGTH = "{% for m in messages %}{{ m.content | length }}{{ m.content | upper }}{{ eos_token }}{% endfor %}"
 HI = {"role": "user", "content": "hi"}
 
 
-def tokens_of(tokenizer: Tokenizer, source: str, messages: list[dict[str, Any]]) -> list[int]:
+def tokens_of(
+    tokenizer: Tokenizer, source: str, messages: list[dict[str, Any]], **given: Any
+) -> list[int]:
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
-    render = partial(prompt_text, template, variables={})
-    return prompt_tokens(tokenizer, *marked_prompt(render, messages, tokenizer), special=False)
+    render = partial(prompt_text, template, variables=given)
+    marked = marked_prompt(render, messages, tokenizer, given)
+    return prompt_tokens(tokenizer, *marked, special=False)
 
 
 def plain_tokens(tokenizer: Tokenizer, source: str, messages: list[dict[str, Any]]) -> list[int]:
@@ -71,6 +76,12 @@ def test_control_tokens_in_contents_are_text(name: str) -> None:
         assert len(controls(messages)) == len(controls(called))
         found = tokens_of(tokenizer, WRITES, messages)
         assert "system" in tokenizer.decode(found, skip_special=False)
+    for source, tool in ((SHOWS, {"d": said}), (SHOWS, {"d": "x"}), (COUNTS, {"d": said})):
+        found = tokens_of(tokenizer, source, [{**HI, "content": said}, HI], tools=[tool])
+        hidden = source == SHOWS or tool["d"] == "x"
+        wanted = tokens_of(tokenizer, source, [HI, HI], tools=[{"d": "x"} if hidden else tool])
+        count = [sum(one in control for one in ids) for ids in (found, wanted)]
+        assert count[0] == count[1]
     refused = [{"role": "user", "content": [{"type": "refusal", "refusal": said}]}, HI]
     assert controls(refused) == controls([HI, HI])
     for messages in (

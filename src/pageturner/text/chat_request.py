@@ -87,7 +87,7 @@ def chat_prompt(
         raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
     render = partial(prompt_text, template, variables=given or {}, goes_on=goes_on)
-    return marked_prompt(render, list(messages), tokenizer)
+    return marked_prompt(render, list(messages), tokenizer, given or {})
 
 
 def read_chat(

@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from pageturner.errors import ClientError
@@ -89,6 +89,11 @@ def prompt_text(
     return text
 
 
+_SHOWN = (
+    "tools",
+    "xml_tools",
+    "documents",
+)  # variables whose texts are others' than the template's
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")  # nothing that could be a mark of a template
 
 
@@ -138,24 +143,33 @@ def _told(
 
 
 def marked_prompt(
-    render: Callable[[list[dict[str, Any]]], str],
+    render: Callable[..., str],
     messages: list[dict[str, Any]],
     tokenizer: Tokenizer,
+    variables: dict[str, Any],
 ) -> tuple[str, str]:
     """The prompt of a conversation in which the control tokens of contents are text, and the
-    character that stands within each of them; "" where there are none. So are those of arguments of
-    calls; the assistant's contents may hold what a model has said. Where the template does more
-    with a content than to write it, its control tokens cannot be told from the template's own."""
+    character that stands within each of them; "" where there are none. So are those of tools,
+    documents and arguments of calls; the assistant's contents may hold what a model has said. Where
+    the template does more with a content than to write it, its control tokens cannot be told from
+    the template's own.
+
+    render     `prompt_text` of a template with these variables
+    """
     plain = render(messages)
     control = control_texts(tokenizer)
-    told = _strings([_told_in(message) for message in messages])
-    if control is None or not any(map(control.search, told)):
+    shown = {name: variables[name] for name in _SHOWN if name in variables}
+    told = [_told_in(message) for message in messages]
+    if control is None or not any(map(control.search, _strings([told, shown]))):
         return plain, ""
     mark = chr(0xF0000 + secrets.randbits(15))  # which nobody can know
-    marked = render([_marked(message, control, mark) for message in messages])
-    if mark in plain or marked.replace(mark, "") != plain:
-        return plain, ""
-    return marked, mark
+    within = partial(_marked, control, mark)
+    turns = [{**message, **within(one)} for message, one in zip(messages, told, strict=True)]
+    for given in ({**variables, **within(shown)}, variables):
+        marked = render(turns, variables=given)
+        if mark not in plain and marked.replace(mark, "") == plain:
+            return marked, mark
+    return plain, ""
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str, mark: str, special: bool) -> list[int]:
@@ -191,20 +205,15 @@ def control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     return re.compile(f"({'|'.join(map(re.escape, known))})")
 
 
-def _marked(message: dict[str, Any], control: re.Pattern[str], mark: str) -> dict[str, Any]:
-    """The message with this character within each control token of its content, or of the
-    arguments of its calls."""
-
-    def marked(value: Any) -> Any:
-        if isinstance(value, str):
-            return control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        if isinstance(value, list):
-            return [marked(one) for one in value]
-        if isinstance(value, dict):
-            return {name: marked(one) for name, one in value.items()}
-        return value
-
-    return {**message, **marked(_told_in(message))}
+def _marked(control: re.Pattern[str], mark: str, value: Any) -> Any:
+    """A value of JSON with this character within each control token of its texts."""
+    if isinstance(value, str):
+        return control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+    if isinstance(value, list | tuple):
+        return [_marked(control, mark, one) for one in value]
+    if isinstance(value, dict):
+        return {name: _marked(control, mark, one) for name, one in value.items()}
+    return value
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -214,7 +223,7 @@ def _strings(value: Any) -> Iterator[str]:
         one = waiting.pop()
         if isinstance(one, str):
             yield one
-        elif isinstance(one, list | dict):
+        elif isinstance(one, list | tuple | dict):
             waiting += one.values() if isinstance(one, dict) else one
 
 

@@ -159,7 +159,7 @@ def _chats(
                 generate=receipt.input.add_generation_prompt,
                 goes_on=request.get("continue_final_message") or False,
             )
-            prompt = conversation.marked_prompt(render, messages, tokenizer)
+            prompt = conversation.marked_prompt(render, messages, tokenizer, variables)
         except (ClientError, TypeError):  # not what the server was sent: it rendered that
             continue
         special = bool(receipt.input.add_special_tokens)

@@ -87,7 +87,7 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> tuple[str, str]:
     )
     if body.parse_special:
         return render(body.messages), ""
-    return conversation.marked_prompt(render, body.messages, served.tokenizer)
+    return conversation.marked_prompt(render, body.messages, served.tokenizer, variables)
 
 
 def echoes(body: RequestBody) -> tuple[str, ...]:
