@@ -27,7 +27,7 @@ from pageturner.server.text_workers.text_pool import TextPool
 from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
-    FACTS,
+    GREETING,
     HEAD,
     HELLO,
     LAST,
@@ -78,7 +78,7 @@ class StubForks:
         loop = asyncio.get_running_loop()
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         try:
-            said = [frame(HELLO, FACTS.pack(12345, False))]
+            said = [frame(HELLO, GREETING.pack(12345, False))]
             at = dice.choice((0, 1, 1, 1, 2)) if dice else -1  # when it says something wrong
             number = 0
             while True:

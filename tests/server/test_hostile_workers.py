@@ -20,7 +20,7 @@ from pageturner.server.text_workers.text_pool import TextPool
 from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
-    FACTS,
+    GREETING,
     HEAD,
     HELLO,
     REFUSED,
@@ -32,7 +32,7 @@ from pageturner.server.text_workers.text_worker import (
 
 from .test_openai import SERVED
 
-HELLO_FRAME = frame(HELLO, FACTS.pack(12345, False))
+HELLO_FRAME = frame(HELLO, GREETING.pack(12345, False))
 
 
 @pytest.mark.parametrize("seed", range(8))

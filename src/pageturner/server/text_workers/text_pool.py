@@ -29,7 +29,7 @@ from pageturner.server.text_workers.text_jobs import GRAMMAR
 from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
-    FACTS,
+    GREETING,
     HEAD,
     HELLO,
     LAST,
@@ -110,9 +110,9 @@ class _Worker:
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         try:
             async with asyncio.timeout(START_SECONDS):
-                if HEAD.unpack(await reader.readexactly(HEAD.size)) != (HELLO, 0, FACTS.size):
+                if HEAD.unpack(await reader.readexactly(HEAD.size)) != (HELLO, 0, GREETING.size):
                     raise EOFError
-                pid, starved = FACTS.unpack(await reader.readexactly(FACTS.size))
+                pid, starved = GREETING.unpack(await reader.readexactly(GREETING.size))
         except BaseException as error:
             writer.close()
             if isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError):

@@ -31,7 +31,7 @@ from pageturner.text.chat_template import TemplateLimits
 HELLO, DOING, DONE, REFUSED = range(4)
 LAST = 0x80  # added to DONE or REFUSED: the worker ends behind it
 HEAD = struct.Struct("<BII")
-FACTS = struct.Struct("<I?")  # of HELLO: the process id, and `_starved`
+GREETING = struct.Struct("<I?")  # of HELLO: the process id, and `_starved`
 GROWN = 64 << 20  # bytes by which a worker may have grown at most when it takes another job
 NICENESS = 5  # below the server and the engine: whoever waits for a token goes first
 
@@ -102,7 +102,7 @@ def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], Non
 
     def work(sock: socket.socket) -> None:
         own = _limit(memory)
-        sock.sendall(frame(HELLO, FACTS.pack(os.getpid(), _starved(own))))
+        sock.sendall(frame(HELLO, GREETING.pack(os.getpid(), _starved(own))))
         begun = _peak()
         while (received := _received_job(sock)) is not None:
             number, job, raw = received
