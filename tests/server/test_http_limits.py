@@ -307,9 +307,12 @@ def test_who_does_not_read_is_cut_off() -> None:
     with_server(test, answer=b"x" * 20_000_000)
 
 
-@pytest.mark.parametrize(("rate", "piece", "cut"), [(1e9, 1 << 10, 1), (1.0, 1 << 18, 0)])
-def test_who_only_drips_is_cut_off(rate: float, piece: int, cut: int) -> None:
-    """The pieces of who is cut off are so small that the answer would take minutes on any machine."""
+@pytest.mark.parametrize(
+    ("rate", "piece", "unread", "cut"), [(1e9, 1 << 10, 0.2, 1), (1.0, 1 << 16, 1.0, 0)]
+)
+def test_who_only_drips_is_cut_off(rate: float, piece: int, unread: float, cut: int) -> None:
+    """The pieces of who is cut off are so small that the answer would take minutes on any machine. Who is not
+    may be held up by other programs for a second, and reads for longer than that."""
 
     async def test(here: Loopback) -> None:
         with socket.socket() as sock:
@@ -323,7 +326,7 @@ def test_who_only_drips_is_cut_off(rate: float, piece: int, cut: int) -> None:
                     await asyncio.sleep(0.01)  # never for as long as nothing may be read
         assert here.refused["client_too_slow"] == cut
 
-    with_server(test, answer=b"x" * 10_000_000, read_rate=rate)
+    with_server(test, answer=b"x" * 10_000_000, read_rate=rate, unread_seconds=unread)
 
 
 def test_only_so_many_requests_are_pipelined() -> None:
