@@ -98,3 +98,11 @@ def test_llm_answers_with_random_weights(tmp_path: Path) -> None:
         answers.append(found.outputs[0].token_ids)
     assert answers[0] == answers[1] != answers[2]
     assert len(answers[0]) == 5
+
+
+def test_a_tensor_that_experts_share_is_made_once(tmp_path: Path) -> None:
+    file, _, layout = open_dummy(only_config(tmp_path, "gemma4_26b"), 1)
+    names = {part.name for part in layout.experts[0]["gates"] + layout.experts[0]["ups"]}
+    assert len(names) == 1
+    name = names.pop()
+    assert file.tensor(name)[2] is file.tensor(name)[2]

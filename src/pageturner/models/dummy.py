@@ -45,6 +45,7 @@ class DummyFile:
         self._seed = seed
         self._tile = np.random.default_rng(seed).standard_normal(TILE, np.float32)
         self._parts: dict[str, tuple[str, Part]] = {}
+        self._last: tuple[str, memoryview] = ("", memoryview(b""))  # experts share a tensor
         self.tensors: Mapping[str, TensorInfo] = {}
         found: dict[str, TensorInfo] = {}
         for field, part in _named(layout):
@@ -55,12 +56,19 @@ class DummyFile:
         self.tensors = found
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
-        """(kind, shape, bytes), made when it is asked for."""
+        """(kind, shape, bytes), made when it is asked for, and kept until another is."""
+        if self._last[0] != name:
+            self._last = ("", memoryview(b""))
+            self._last = (name, self._made(name))
+        info = self.tensors[name]
+        return info.kind, info.shape, self._last[1]
+
+    def _made(self, name: str) -> memoryview:
         info, (field, part) = self.tensors[name], self._parts[name]
         count = math.prod(info.shape)
         if field.endswith(("norm", "scale", "scales")):
             values = np.full(count, 1.0 - part.plus, np.float32)
-            return info.kind, info.shape, _bytes(values, info.kind)
+            return _bytes(values, info.kind)
         inputs = info.shape[-2] if part.transposed and len(info.shape) > 1 else info.shape[-1]
         deviation = (
             SMALL if len(info.shape) == 1 or field.endswith(("bias", "biases")) else inputs**-0.5
@@ -74,7 +82,7 @@ class DummyFile:
         whole = np.empty(count, raw.dtype)
         for at in range(0, count, TILE):
             whole[at : at + TILE] = raw[: count - at]
-        return info.kind, info.shape, whole.view(np.uint8).data
+        return whole.view(np.uint8).data
 
     def advise(self, names: Iterable[str], *, needed: bool) -> None:
         """Nothing: there is no disk to read ahead from."""

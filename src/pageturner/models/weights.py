@@ -241,6 +241,7 @@ def load_weights(
         lambda rope: rope_tables(rope, positions, divisors if rope == spec.rope else None)
     )
     _check_features(ops, _model_needs(spec))
+    table = LayerTable.of(model) if spec.per_layer else None
     layers, tempers = (
         [],
         spec.attn_temperature.factors(positions) if spec.attn_temperature else None,
@@ -265,7 +266,7 @@ def load_weights(
             experts=_experts(spec.experts, several)
             if spec.experts and "router" in several
             else None,
-            per_layer=_per_layer(spec, packed, LayerTable.of(model, i)) if spec.per_layer else None,
+            per_layer=_per_layer(spec, packed, table.layer(i)) if table is not None else None,
             out_scale=float(packed["out_scale"][0]) if "out_scale" in packed else 1.0,
             wide_qk_norm=spec.family.qk_norm == "wide",
             attn_temperature=tempers if i in spec.no_rope or not spec.no_rope else None,
@@ -383,11 +384,11 @@ _PER_LAYER = ("layer_project", "layer_norm", "layer_gate", "layer_out", "layer_p
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """The embeddings of one layer, read where they lie in the file, a row for each token: no step
+    """The embeddings of layers, read where they lie in the file, a row for each token: no step
     reads more than a few of them, and as fp32 all of them would take gigabytes.
 
-    data  uint8 [vocabulary, bytes of this layer's part of a row]
-    size  values in such a part
+    data  uint8 [vocabulary, bytes of a row]: of all layers, or of one
+    size  values of one layer in a row
     """
 
     kind: str
@@ -395,17 +396,20 @@ class LayerTable:
     size: int
 
     @staticmethod
-    def of(model: OpenModel, layer: int) -> LayerTable:
-        """The part of a layer. EngineFault('weight_kind') where a block spans two of them."""
+    def of(model: OpenModel) -> LayerTable:
+        """The table of all layers. EngineFault('weight_kind') where a block spans two of them."""
         name, size = model.layout.top[LAYER_TABLE].name, model.spec.per_layer
         kind, shape, raw = model.file.tensor(name)
-        block = BY_NAME[kind]
-        if size % block.values:
+        if size % BY_NAME[kind].values:
             message = f"tensor {name!r} of type {kind} has blocks of more than one layer"
             raise EngineFault("weight_kind", message)
-        nbytes = size // block.values * block.nbytes
-        data = np.frombuffer(raw, np.uint8).reshape(shape[0], -1)
-        return LayerTable(kind, data[:, layer * nbytes : (layer + 1) * nbytes], size)
+        return LayerTable(kind, np.frombuffer(raw, np.uint8).reshape(shape[0], -1), size)
+
+    def layer(self, number: int) -> LayerTable:
+        """The part of one layer."""
+        block = BY_NAME[self.kind]
+        nbytes = self.size // block.values * block.nbytes
+        return replace(self, data=self.data[:, number * nbytes : (number + 1) * nbytes])
 
     def __call__(self, tokens: NDArray[np.int32]) -> F32:
         """The embeddings of tokens: [T, size], times the root of their size and over that of 2."""
