@@ -3,6 +3,7 @@
 #include "recurrent.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -12,7 +13,7 @@ namespace {
 
 // Vectors of as many columns as a register has. T is what a tail holds: f16, bf16 or float.
 #if defined(PT_512)
-constexpr int L = 16, kTile = 8;  // rows of a tile
+constexpr int L = 16, kTile = 8, kMost = 4;  // rows of a tile, blocks of columns of a single row
 typedef float VS __attribute__((vector_size(64)));
 inline VS fma(VS a, VS b, VS c) { return (VS)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline VS wide(const float* p) { return (VS)_mm512_loadu_ps(p); }
@@ -22,7 +23,7 @@ inline VS wide(const bf16* p) {
 }
 inline void put(float* p, VS v) { _mm512_storeu_ps(p, (__m512)v); }
 #else
-constexpr int L = W, kTile = 4;
+constexpr int L = W, kTile = 4, kMost = 2;
 typedef VF VS;
 template <class T>
 VS wide(const T* p) {
@@ -256,6 +257,12 @@ void keep_values(const VS u[N], float* worth, T* tail) {
     round_to<T>(exact + c, kStateColumns, tail ? tail + c * kChunk : nullptr, worth + c);
 }
 
+// Vector n of the values of token j, from the first block of a strip on.
+template <class T>
+VS tail_values(const T* tail, int j, int n) {
+  return wide(tail + n / kPairs * kChunk * kStateColumns + j * kStateColumns + n % kPairs * L);
+}
+
 template <class T, int B>
 void single_strip(const Head& h, int block) {
   using S = Strip<B>;
@@ -280,14 +287,11 @@ void single_strip(const Head& h, int block) {
       m[n] = fma(s, k1, m[n]), o[n] = fma(s, q1, o[n]);
     }
   }
-  const auto value = [&](int j, int n) {
-    return wide(tail + n / kPairs * kChunk * kStateColumns + j * kStateColumns + n % kPairs * L);
-  };
   for (int j = 0; j < row; j++) {
     const VS a = all(h.kk[j]), b = all(h.qk[j]);
     PT_UNROLL
     for (int n = 0; n < N; n++) {
-      const VS v = value(j, n);
+      const VS v = tail_values(tail, j, n);
       x[n] = fma(v, a, x[n]), y[n] = fma(v, b, y[n]);
     }
   }
@@ -341,9 +345,7 @@ void many_strip(const Head& h, int block, float* u) {
   const float* state = h.state + block * strip.block;
   T* tail = h.p.block < 0 ? nullptr : (T*)l.view.u(l.layer, h.p.block, h.head) + size_t(column) * kChunk;
   for (int j = 0; j < h.p.offset; j++)
-    for (int n = 0; n < N; n++)
-      put(u + j * kColumns + n * L,
-          wide(tail + n / kPairs * kChunk * kStateColumns + j * kStateColumns + n % kPairs * L));
+    for (int n = 0; n < N; n++) put(u + j * kColumns + n * L, tail_values(tail, j, n));
   for (int i = h.p.offset; i < h.p.end(); i += R) {
     const int count = std::min(R, h.p.end() - i);
     VS m[R][N], x[R][N] = {};
@@ -405,7 +407,7 @@ float weigh_keys(const Head& h, const T* keys, float* weighed) {
 
 // The state behind a chunk; values of token j, vector n: value(j, n).
 template <int B, class F>
-void end_strip(const Head& h, int block, const float* weighed, float left, const F& value, float* to) {
+void end_strip(const Head& h, int block, const float* weighed, float left, float* to, const F& value) {
   using S = Strip<B>;
   constexpr int N = S::N, R = kTile;
   const S strip(h.l.view);
@@ -413,6 +415,8 @@ void end_strip(const Head& h, int block, const float* weighed, float left, const
   to += block * strip.block;
   for (int d = 0; d < h.l.view.key_dim; d += R) {
     VS s[R][N];
+    for (int r = 0; r < 2 * R; r++)
+      for (int b = 0; b < B; b++) __builtin_prefetch(to + (d + r) * kStateColumns + b * strip.block, 1);
     PT_UNROLL
     for (int r = 0; r < R; r++) PT_UNROLL
     for (int n = 0; n < N; n++) s[r][n] = wide(state + (d + r) * kStateColumns + strip.at(n)) * all(left);
@@ -430,46 +434,47 @@ void end_strip(const Head& h, int block, const float* weighed, float left, const
   }
 }
 
-// One piece of a sequence; `to` gets the state behind the chunk, or null.
-template <class T, int B>
-void run_strip(const Head& h, int block, const float* weighed, float left, float* to) {
-  constexpr int N = Strip<B>::N;
-  if (h.p.single()) {
-    single_strip<T, B>(h, block);
-    const T* tail =
-        (const T*)h.l.view.u(h.l.layer, h.p.block, h.head) + size_t(block) * kStateColumns * kChunk;
-    if (to)
-      end_strip<B>(
-          h, block, weighed, left,
-          [&](int j, int n) {
-            return wide(tail + n / kPairs * kChunk * kStateColumns + j * kStateColumns + n % kPairs * L);
-          },
-          to);
-    return;
-  }
-  alignas(64) float u[kChunk * N * L];
-  many_strip<T, B>(h, block, u);
-  if (to) end_strip<B>(h, block, weighed, left, [&](int j, int n) { return wide(u + (j * N + n) * L); }, to);
+// f<B>(block) for the blocks of an item, as many at once as B says: `most`, 2 or 1.
+template <int most, class F>
+void each_strip(const LinearItem& item, const F& f) {
+  int block = item.block0;
+  for (; most > 2 && block + most <= item.block1; block += most)
+    f(std::integral_constant<int, most>(), block);
+  for (; block + 2 <= item.block1; block += 2) f(std::integral_constant<int, 2>(), block);
+  if (block < item.block1) f(std::integral_constant<int, 1>(), block);
 }
 
+// One piece of a sequence; `to` gets the state behind the chunk, or is null.
 template <class T>
 void run_piece(Head& h, const LinearItem& item, float* weighed, float* to) {
   const Linear& l = h.l;
   const int key_head = l.key_head(h.head), dim = l.view.key_dim;
   const float* work = l.work_of(h.p, key_head);
   take_decays(h, item.block0 == 0);
-  float left = 0;
   if (h.p.single()) {
     single_decays(h, work + (dim + 15) / 16 * 16);
-    if (to) left = weigh_keys(h, (const T*)l.view.k(l.layer, h.p.block, key_head), weighed);
-  } else {
-    const float* products = work + 2 * (dim * kChunk + 64);
-    many_decays(h, products, products + kChunk * kChunk);
-    if (to) left = weigh_keys(h, work, weighed);
+    each_strip<kMost>(item, [&](auto blocks, int block) { single_strip<T, blocks.value>(h, block); });
+    if (!to) return;
+    const float left = weigh_keys(h, (const T*)l.view.k(l.layer, h.p.block, key_head), weighed);
+    const T* tail = (const T*)l.view.u(l.layer, h.p.block, h.head);
+    each_strip<2>(item, [&](auto blocks, int block) {
+      const T* values = tail + size_t(block) * kStateColumns * kChunk;
+      end_strip<blocks.value>(h, block, weighed, left, to,
+                              [&](int j, int n) { return tail_values(values, j, n); });
+    });
+    return;
   }
-  int block = item.block0;
-  for (; block + 2 <= item.block1; block += 2) run_strip<T, 2>(h, block, weighed, left, to);
-  if (block < item.block1) run_strip<T, 1>(h, block, weighed, left, to);
+  const float* products = work + 2 * (dim * kChunk + 64);
+  many_decays(h, products, products + kChunk * kChunk);
+  const float left = to ? weigh_keys(h, work, weighed) : 0;
+  each_strip<2>(item, [&](auto blocks, int block) {
+    constexpr int N = blocks.value * kPairs;
+    alignas(64) float u[kChunk * N * L];
+    many_strip<T, blocks.value>(h, block, u);
+    if (to)
+      end_strip<blocks.value>(h, block, weighed, left, to,
+                              [&](int j, int n) { return wide(u + (j * N + n) * L); });
+  });
 }
 
 // f<T>() for the type of a tail.
