@@ -3,6 +3,7 @@
     python bench/accept/hybrid.py [--only gemma ...] [options of parts]
 
 gemma   Gemma 4: logits, tokens and bits of tiny models, folders and GGUF files, quantised; plans; refusals
+state   recurrent layers in the engine: tiny models beside Transformers, crashes, reuse of prefixes, plans
 
 A part is `hybrid_NAME.py` beside this file, with `lines` and `add_arguments`.
 """

@@ -71,6 +71,8 @@ def test_where_a_prompt_parted_from_another_there_is_a_state() -> None:
     pool.release(compute(pool, common + [1] * 900))
     assert compute(pool, common + [2] * 900).cached < 1472, "nothing stands there yet"
     assert compute(pool, common + [3] * 900).cached == 1472
+    assert pool.state_hits >= 1
+    assert pool.state_missed_tokens >= 32, "what the second one could not take"
 
 
 def test_decode_leaves_its_last_boundary() -> None:

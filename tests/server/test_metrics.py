@@ -111,3 +111,22 @@ def test_paces_are_those_of_the_last_steps_and_totals_of_all_engines() -> None:
     found = used(metrics)
     assert (found["step_seconds",], found["read_bytes", "weights"]) == (4.0, 11e9)
     assert found["achieved", "read_gb_s"] == 2.0
+
+
+def test_states_of_recurrent_layers_are_told_where_there_are_any() -> None:
+    def states(metrics: Metrics) -> dict[str, float]:
+        return {
+            sample.labels.get("state", sample.name): sample.value
+            for family in text_string_to_metric_families(render(metrics, "m", True, {}).decode())
+            for sample in family.samples
+            if sample.name.startswith(("pageturner:recurrent_states", "pageturner:state_hits"))
+        }
+
+    metrics = Metrics()
+    assert states(metrics) == {"pageturner:state_hits_total": 0}
+    figures = {"state_blocks_used": 2.0, "state_blocks_cached": 3.0, "state_blocks_total": 9.0}
+    metrics.engine_stats(figures | {"state_hits": 4.0})
+    metrics.engine_lost()
+    metrics.engine_stats(figures | {"state_hits": 1.0})
+    told = {"used": 2, "cached": 3, "total": 9, "pageturner:state_hits_total": 5}
+    assert states(metrics) == told

@@ -82,11 +82,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     value.
 
     Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers
-    have a window recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps,
-    step_tokens, prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions,
-    drafts, draft_tokens, accepted_tokens, accepted_tokens_at_0 and so on; where KV outlives the
-    process kv_blocks_taken_back and kv_checksum_seconds; where steps are counted the fields of
-    observe.work.WorkTotals. Each is a number since the start of this engine process. sessions:
+    have a window recent_blocks_used and so on, where they are recurrent state_blocks_used;
+    kv_reserved and its like in tokens. Counters: steps, step_tokens, prompt_tokens, cached_tokens,
+    generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens, accepted_tokens,
+    accepted_tokens_at_0 and so on; where KV outlives the process kv_blocks_taken_back and
+    kv_checksum_seconds; where steps are counted the fields of observe.work.WorkTotals. Each is a
+    number since the start of this engine process. sessions:
     those of which something has changed. accounts: where the time went of the requests under way
     that the ledger asks for."""
 

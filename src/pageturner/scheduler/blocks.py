@@ -54,6 +54,8 @@ class BlockPool:
     wanted   tells which positions within a step (sequence, its start, its end) get a state that
              stays, as far as there is room: multiples of `grain`, which is where a state can be
              found again
+    state_hits, state_missed_tokens  how often a sequence began at a state, and tokens of whose KV it
+             could not take, since no state stands behind them
     on_state  called with a sequence, a position and the slot, when a state becomes findable
     public   full blocks that are pinned without a salt; pinned: how many blocks no request can get
              because ended requests keep them, or will. Both are set by PinnedPrefixes
@@ -93,6 +95,7 @@ class BlockPool:
         self._windowed, self._sparse = self.kinds[1:], [k for k in self.kinds if k.sparse]
         self._dense = [kind for kind in self.kinds if not kind.sparse]
         self.plain, self.grain = len(self.kinds) == 1, math.lcm(block_size, chunk)
+        self.state_hits = self.state_missed_tokens = 0
         self.wanted: Callable[[Sequence, int, int], Iterable[int]] = lambda seq, start, end: ()
         self.on_state: Callable[[Sequence, int, int], None] = lambda seq, position, slot: None
         self._model = model
@@ -234,6 +237,9 @@ class BlockPool:
             seq.public = self._count_public(seq, seq.blocks)
             seq.computed = seq.num_cached_blocks * self.block_size
         seq.branch = len(found) * self.block_size // self.grain * self.grain
+        if self._sparse and source is None:
+            self.state_hits += seq.computed > 0
+            self.state_missed_tokens += (len(found) - usable) * self.block_size
         for kind in self._windowed:
             table, released = kind.table(seq), kind.first_seen(seq.computed)
             end = kind.places(seq.computed) if kind.sparse else len(seq.blocks)

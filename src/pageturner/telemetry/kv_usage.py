@@ -54,7 +54,10 @@ def pool_stats(pool: BlockPool) -> dict[str, float]:
     """Figures of the full blocks, and those of the sliding ones and of the states of recurrent
     layers, where there are any, by names with "recent_" and "state_"."""
     sliding = store_stats(pool.sliding, "recent_") if pool.window else {}
-    states = store_stats(pool.states, "state_") if pool.states.num_blocks else {}
+    if not pool.states.num_blocks:
+        return store_stats(pool.full) | sliding
+    found = {"state_hits": pool.state_hits, "state_missed_tokens": pool.state_missed_tokens}
+    states = store_stats(pool.states, "state_") | {k: float(v) for k, v in found.items()}
     return store_stats(pool.full) | sliding | states
 
 

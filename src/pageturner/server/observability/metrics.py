@@ -135,6 +135,12 @@ ENGINE_COUNTERS = {
         "pageturner:session_blocks_given_up",
         "KV blocks of sessions that were given up before their time",
     ),
+    "state_evictions": ("pageturner:state_evictions", "States of recurrent layers overwritten"),
+    "state_hits": ("pageturner:state_hits", "Prompts that were taken up at a recurrent state"),
+    "state_missed_tokens": (
+        "pageturner:state_missed_tokens",
+        "Tokens whose KV was cached, computed again because no recurrent state stood behind them",
+    ),
     "recomputed_tokens": (
         "pageturner:recomputed_tokens",
         "Tokens computed again after preemption or a restart",
@@ -253,6 +259,7 @@ def render(
     """
     exposition = Exposition({"model_name": model, "engine": "0"})
     _expose_engine(exposition, metrics, cache)
+    _expose_states(exposition, metrics.engine)
     _expose_requests(exposition, metrics)
     exposition.gauge(
         "pageturner:engine_up", "1 while the engine process is there and moves", float(healthy)
@@ -319,6 +326,15 @@ def _expose_adapters(
     )
 
 
+def _expose_states(exposition: Exposition, engine: dict[str, float]) -> None:
+    """The states of recurrent layers, where there are any."""
+    if not engine.get("state_blocks_total"):
+        return
+    states = {kind: engine[f"state_blocks_{kind}"] for kind in ("used", "cached", "total")}
+    help = "Slots for states of recurrent layers"
+    exposition.gauge("pageturner:recurrent_states", help, states, "state")
+
+
 def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
     """Add the figures of the engine, and what follows from them."""
     engine, counters = metrics.engine, metrics.counters
@@ -328,7 +344,8 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     reasons = {"capacity": engine.get("waiting", 0) - deferred, "deferred": deferred}
     help = "Requests waiting: for a place, or for a grammar, an adapter or KV"
     exposition.gauge("vllm:num_requests_waiting_by_reason", help, reasons, "reason")
-    kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
+    # the others only where layers have a window, or are recurrent
+    kinds = ("blocks", "recent_blocks", "state_blocks")
     usage = max(
         engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds
     )
