@@ -1,6 +1,7 @@
 """Writes a GGUF file of a known shape with random weights: to measure speed where no weights are at hand.
 
     python bench/random_model.py qwen3-4b Q4_K_M FILE.gguf [--seed 1]
+    python bench/random_model.py gemma4_e2b Q4_K_M FILE.gguf
 
 Shapes are those of the published configurations; types of tensors are those that llama-quantize chooses
 for a type of file. Weights of a matrix with k inputs have mean 0 and standard deviation 1 / sqrt(k), so that
@@ -11,9 +12,10 @@ Llama 3's of the vocabularies (`make models vocabs`). It takes little memory, wh
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from pageturner.formats import hub
 from pageturner.formats.gguf import Array, open_gguf
-from support import gguf_writer
+from pageturner.models.hf_spec import read_hf_spec
+from pageturner.models.names import gguf_layout
+from pageturner.models.spec import ModelSpec
+from support import gemma4, gguf_writer
+from support.hf_folder import GOLDENS
 
+GEMMA = "models/gemma3-270m-q4_k_m.gguf"
 QWEN = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 LLAMA = "vocabs/ggml-vocab-llama-bpe.gguf"
 Bytes = NDArray[np.uint8]
@@ -62,6 +69,33 @@ SHAPES = {
 }
 
 
+PUBLISHED = ("gemma4_e2b", "gemma4_e4b", "gemma4_26b", "gemma4_31b")  # by their config.json
+
+
+def published(name: str) -> ModelSpec:
+    """The spec of a published configuration."""
+    values = json.loads((GOLDENS / "published_configs.json").read_text())[name]
+    return read_hf_spec(values, "config.json", name, has_head=False)
+
+
+def published_tensors(spec: ModelSpec, file_type: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor by llama.cpp's names; as `tensors`."""
+    parts = gguf_layout(
+        replace(spec, arch="gemma4"), lambda name: "output_scale" in name or "gate_up" in name
+    )
+    found = {"rope_freqs.weight": ("F32", (spec.rope.dim // 2,))}
+    for name, size in {part.name: part.shape for part in parts.all()}.items():
+        layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+        kind = "F32" if len(size) == 1 or "ffn_gate_inp" in name else ""
+        if name.endswith("token_embd.weight") and file_type == "Q4_K_M":
+            kind = "Q6_K"
+        found[name] = (kind or kind_of(name, file_type, layer, spec), size)
+        columns = size[-1]
+        if columns % BLOCKS[found[name][0]].values:  # as llama-quantize falls back
+            found[name] = ("Q8_0", size)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """A type of GGML: its number, its block, and where in it lie the scales, each with the standard deviation
@@ -97,7 +131,7 @@ def more_bits(layer: int, layers: int) -> bool:
     )
 
 
-def kind_of(name: str, file_type: str, layer: int, shape: Shape) -> str:
+def kind_of(name: str, file_type: str, layer: int, shape: Shape | ModelSpec) -> str:
     """The type of a matrix in a file of `file_type`."""
     if file_type in ("F16", "Q8_0"):
         return file_type
@@ -145,14 +179,18 @@ def tensors(shape: Shape, file_type: str) -> dict[str, tuple[str, tuple[int, ...
     return found
 
 
-def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.Value]:
-    """What the file says of itself, with the tokenizer of `shape.source`."""
-    source = open_gguf(hub.cache_folder().parent / shape.source)
-    kept = {
-        key: value.tolist() if isinstance(value, Array) else value
-        for key, value in source.metadata.items()
+def tokenizer(source: str) -> dict[str, gguf_writer.Value]:
+    """The keys of the tokenizer of a file in the cache folder."""
+    return {
+        key: value.tolist() if isinstance(value, Array) else value  # type: ignore[misc]
+        for key, value in open_gguf(hub.cache_folder().parent / source).metadata.items()
         if key.startswith("tokenizer.")
     }
+
+
+def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.Value]:
+    """What the file says of itself, with the tokenizer of `shape.source`."""
+    kept = tokenizer(shape.source)
     a = shape.arch
     return {
         "general.architecture": a,
@@ -170,7 +208,7 @@ def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.V
         f"{a}.rope.dimension_count": shape.head_dim,
         f"{a}.attention.layer_norm_rms_epsilon": shape.eps,
         f"{a}.vocab_size": shape.vocab,
-    } | kept  # type: ignore[return-value]
+    } | kept
 
 
 def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generator) -> Bytes:
@@ -195,18 +233,26 @@ def write(
     path: Path, name: str, file_type: str, seed: int, say: Callable[[str], None] = print
 ) -> int:
     """The file, by way of another name, so that half a file is never found. Its size in bytes."""
-    shape, generator = SHAPES[name], np.random.default_rng(seed)
-    table, offset, found = b"", 0, tensors(shape, file_type)
+    generator = np.random.default_rng(seed)
+    table, offset = b"", 0
+    if name in PUBLISHED:
+        found = published_tensors(published(name), file_type)
+        about = gemma4.metadata(published(name)) | tokenizer(GEMMA)
+    else:
+        found = tensors(SHAPES[name], file_type)
+        about = metadata(SHAPES[name], name, file_type)
     for tensor, (kind, size) in found.items():
         table += gguf_writer.tensor_row(tensor, BLOCKS[kind].number, size, offset)
         offset += -(-nbytes(kind, size) // gguf_writer.ALIGNMENT) * gguf_writer.ALIGNMENT
-    about = metadata(shape, name, file_type)
     head = gguf_writer.header(3, len(found), len(about))
     head += b"".join(gguf_writer.pair(key, value) for key, value in about.items())
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as out:
         out.write(gguf_writer.padded(head + table))
-        for kind, size in found.values():
+        for tensor, (kind, size) in found.items():
+            if tensor == "rope_freqs.weight":
+                out.write(gguf_writer.padded(gemma4.divisors(published(name)).tobytes()))
+                continue
             if len(size) == 1:
                 vector = (
                     np.ones(size, np.float32) + generator.standard_normal(size, np.float32) / 10
@@ -214,10 +260,11 @@ def write(
                 raw = vector.astype(np.float32).tobytes()
                 out.write(gguf_writer.padded(raw))
                 continue
-            written, step = 0, max(1, CHUNK // nbytes(kind, (1, size[1])))
-            for first in range(0, size[0], step):
+            rows, columns = int(np.prod(size[:-1])), size[-1]
+            written, step = 0, max(1, CHUNK // nbytes(kind, (1, columns)))
+            for first in range(0, rows, step):
                 written += out.write(
-                    random_rows(kind, min(step, size[0] - first), size[1], generator).data
+                    random_rows(kind, min(step, rows - first), columns, generator).data
                 )
             out.write(bytes(-written % gguf_writer.ALIGNMENT))
     partial.rename(path)
@@ -235,7 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *PUBLISHED])
     parser.add_argument("type", choices=FILE_TYPES)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seed", type=int, default=1)

@@ -97,13 +97,19 @@ def gguf_of(file: TensorFile, spec: ModelSpec, kind: Kind = floats, joined: bool
         for one, part in parts.items():
             form = "F32" if part.ndim == 1 or "ffn_gate_inp" in one else kind(one)
             tensors[one] = (NUMBERS[form], part.shape, blocks(part, form, at))
+    still = divisors(spec)
+    tensors["rope_freqs.weight"] = (0, still.shape, still.tobytes())
+    return w.gguf_bytes(metadata(spec), tensors)
+
+
+def divisors(spec: ModelSpec) -> np.ndarray:
+    """What the frequencies are divided by: those of pairs that stand still by 1e30."""
     turned = spec.rope.turned // 2
-    divisors = np.array([1.0] * turned + [1e30] * (spec.rope.dim // 2 - turned), np.float32)
-    tensors["rope_freqs.weight"] = (0, divisors.shape, divisors.tobytes())
-    return w.gguf_bytes(_metadata(spec), tensors)
+    return np.array([1.0] * turned + [1e30] * (spec.rope.dim // 2 - turned), np.float32)
 
 
-def _metadata(spec: ModelSpec) -> dict[str, w.Value]:
+def metadata(spec: ModelSpec) -> dict[str, w.Value]:
+    """The keys of a file of this model, without a tokenizer."""
     assert spec.local_heads is not None
     assert spec.local_rope is not None
     every = range(spec.layers)
