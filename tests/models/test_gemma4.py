@@ -123,15 +123,24 @@ def test_a_file_that_makes_no_sense(tmp_path: Path, key: str, value: Any, named:
 # -- Hugging Face folders ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_inside_of_a_model_that_sees_and_hears(tmp_path: Path, name: str) -> None:
-    """As published: text in an object of its own, two keys for the heads of layers without a window."""
+@pytest.mark.parametrize(
+    ("name", "arch"), [*((name, "gemma4") for name in NAMES), ("gemma4_31b", "gemma4_unified")]
+)
+def test_inside_of_a_model_that_sees_and_hears(tmp_path: Path, name: str, arch: str) -> None:
+    """As published: text in an object of its own, two keys for the heads of layers without a window; 12B is
+    of another type, and has the same text."""
     file = open_safetensors(FAMILIES / name)
     tensors = {}
     for old in file.tensors:
         kind, shape, raw = file.tensor(old)
         tensors[old.replace("model.", "model.language_model.", 1)] = (kind, shape, bytes(raw))
-    parts = ["vision_tower.a", "embed_vision.b", "audio_tower.c", "embed_audio.d"]
+    parts = [
+        "vision_tower.a",
+        "embed_vision.b",
+        "audio_tower.c",
+        "embed_audio.d",
+        "vision_embedder.e",
+    ]
     if name == "gemma4_e2b":  # published files hold what layers that share KV do not read
         shared = ("k_proj", "v_proj", "k_norm", "v_norm")
         parts += [f"language_model.layers.{i}.self_attn.{k}" for i in range(4, 8) for k in shared]
@@ -142,8 +151,9 @@ def test_inside_of_a_model_that_sees_and_hears(tmp_path: Path, name: str) -> Non
     heads = next(iter(text.pop("per_layer_config").values()))
     text["global_head_dim"] = heads["head_dim"]
     text["num_global_key_value_heads"] = heads.get("num_key_value_heads")
+    text["model_type"] = f"{arch}_text"
     outside = {
-        "model_type": "gemma4",
+        "model_type": arch,
         "vision_config": {"hidden_size": 4},
         "audio_config": {"hidden_size": 4},
         "eoa_token_index": 9,

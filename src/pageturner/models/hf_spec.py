@@ -47,7 +47,7 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
-    ours = arch.removesuffix("_text") if arch.startswith("gemma") else arch
+    ours = arch.removesuffix("_text").removesuffix("_unified") if "gemma" in arch else arch
     config = HFConfig(DEFAULTS.get(arch, {}) | values, where, ours, name)
     config.ignore(QUANTISED)  # how weights lie in their files
     config.ignore(SILENT.get(arch, ""))
@@ -65,6 +65,7 @@ _TEXT_PARTS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
 }
@@ -491,7 +492,7 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     **dict.fromkeys(_PLAIN, llama_like),
     **dict.fromkeys(_MIXTURES, _with_experts),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _gemma),
-    "gemma4_text": _gemma4,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _gemma4),
     "opt": _opt,
     "bloom": _bloom,
     "smollm3": _smollm3,
