@@ -65,6 +65,7 @@ SETUPS = {
     "preemption": Setup(kv_tokens=320, block_size=1),
     "few states": Setup(max_num_seqs=3, snapshots=0),
     "orca": Setup(policy="orca"),
+    "padding": Setup(policy="static", token_budget=64),
     "drafts": Setup(drafter=PromptLookup),
     "drafts in chunks": Setup(drafter=PromptLookup, token_budget=20, block_size=48),
 }
@@ -72,12 +73,13 @@ SETUPS = {
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 @pytest.mark.parametrize("name", NAMES[:1])
-def test_nothing_changes_a_bit(name: str, setup: Setup) -> None:
+def test_nothing_changes_a_bit(name: str, setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     engine = model(name).engine(setup)
     for turn in range(2):  # the second finds what the first left
         again = [replace(one, id=one.id + 100 * turn) for one in requests()]
         found = answers(engine, again, spread=turn * 3)
         assert {id % 100: answer for id, answer in found.items()} == truth(name)
+    assert "in halves" not in caplog.text, "a step was run in halves"
     stats = engine.stack.scheduler.stats()
     if setup.prefix_caching:
         assert stats["cached_tokens"] > 0, "nothing was found again"

@@ -144,10 +144,10 @@ def test_tables_of_recurrent_layers() -> None:
     one.states, one.tail = Table([-1, 5, -1, 7], 1), Table([-1, 3, -1, 4], 1)
     new = Sequence(Request(2, (1, 2)), tokens=[1, 2], blocks=[1])
     new.states, new.tail = Table([-1]), Table([9])
-    plan = Plan([Item(one, 59, 40), Item(new, 2, 0)], ballast=[(2, 2)])
+    plan = Plan([Item(one, 59, 40), Item(new, 2, 0)], ballast=[(2, 50)])
     cache = alloc(RecurrentSpec(1, 8, 4), 10, 10)
-    tables = state_tables(plan, cache)
-    assert tables.state_read.tolist() == [5, -1, -1]
+    tables = state_tables(plan, cache, (8, 9))
+    assert tables.state_read.tolist() == [5, -1, 8]
     assert tables.state_writes.tolist() == [[0, 3, 7]]
-    assert tables.tail_table.tolist() == [[3, 4], [9, -1], [-1, -1]]
+    assert tables.tail_table.tolist() == [[3, 4], [9, -1], [9, -1]]
     assert tables.cache is cache

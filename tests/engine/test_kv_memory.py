@@ -148,17 +148,17 @@ def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that
         return plan_kv(form, config, 262_144, FREE)
 
     sizes = planned(max_num_seqs=8)
-    rest = total - 17 * state - 16 * tail
+    rest = total - 17 * (state + tail)  # two for each sequence, and one for padding
     assert sizes.tails == 16
     assert sizes.blocks == int(rest * 0.4) // one.nbytes
-    assert sizes.states == 17 + (rest - sizes.blocks * one.nbytes) // state
-    used = sizes.states * state + sizes.tails * tail + sizes.blocks * one.nbytes
+    assert sizes.states == 16 + (rest - sizes.blocks * one.nbytes) // state
+    used = (sizes.states + 1) * state + 17 * tail + sizes.blocks * one.nbytes
     assert total - state < used <= total
     alone = planned(max_num_seqs=8, enable_prefix_caching=False)
-    assert (alone.states, alone.tails) == (17, 16)
+    assert (alone.states, alone.tails) == (16, 16)
     assert alone.blocks == rest // one.nbytes
     crowd = planned(max_num_seqs=1000)  # half of the memory holds fewer
-    seats = (total // 2 - state) // (2 * (state + tail))
+    seats = (total // 2 // (state + tail) - 1) // 2
     assert crowd.tails == 2 * seats
     with pytest.raises(EngineFault, match="recurrent states"):
         plan_kv(form, EngineConfig(model="x", kv_cache_memory=100 * MIB), 4096, FREE)

@@ -113,9 +113,9 @@ def _table(rows: list[bytes], width: int, scratch_block: int) -> I32:
     return np.frombuffer(bytearray().join(whole), np.int32).reshape(len(rows), width)
 
 
-def state_tables(plan: Plan, cache: RecurrentCache) -> StateTables:
+def state_tables(plan: Plan, cache: RecurrentCache, scratch: tuple[int, int]) -> StateTables:
     """The slots and blocks that the recurrent layers of a step read and write
-    (kernels.base.StateTables). Ballast reads zeros, and keeps nothing."""
+    (kernels.base.StateTables). Ballast has a state and a tail that nobody needs, `scratch`."""
     reads: list[int] = []
     writes: list[int] = []
     tails: list[int] = []
@@ -127,13 +127,10 @@ def state_tables(plan: Plan, cache: RecurrentCache) -> StateTables:
             if states[chunk] != GONE:
                 writes += (s, chunk, states[chunk])
         tails += (tail[first], tail[last] if last > first else GONE)
-    rest = len(plan.ballast)
-    return StateTables(
-        i32(reads + [GONE] * rest),
-        i32(writes).reshape(-1, 3),
-        i32(tails + [GONE] * 2 * rest).reshape(-1, 2),
-        cache,
-    )
+    for _ in plan.ballast:
+        reads.append(scratch[0])
+        tails += (scratch[1], GONE)
+    return StateTables(i32(reads), i32(writes).reshape(-1, 3), i32(tails).reshape(-1, 2), cache)
 
 
 def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:

@@ -118,11 +118,12 @@ def _with_states(
     form: KVForm, sizes: tuple[int, int], config: EngineConfig, max_model_len: int, total: int
 ) -> KVSizes:
     """Return the sizes of a model with recurrent layers: two states and two tails for as many
-    sequences as may run, or as half of the memory holds; the rest for states that are kept, and for
-    KV. Without the prefix cache no state is kept. Blocks that nobody can use become states."""
+    sequences as may run, or as half of the memory holds, and one of each for padding; the rest for
+    states that are kept, and for KV. Without the prefix cache no state is kept. Blocks that nobody
+    can use become states."""
     state, tail = sizes
-    seats = min(config.max_num_seqs, int((total * SEATS - state) // (2 * (state + tail))))
-    rest = total - (2 * seats + 1) * state - 2 * seats * tail
+    seats = min(config.max_num_seqs, int((total * SEATS / (state + tail) - 1) // 2))
+    rest = total - (2 * seats + 1) * (state + tail)
     kept = SNAPSHOTS if config.enable_prefix_caching else 0.0
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = int(rest * (1 - kept)) // form.one.nbytes
@@ -131,12 +132,12 @@ def _with_states(
     if seats < 1 or blocks < 2:
         raise EngineFault(
             "kv_memory",
-            f"no room for recurrent states and KV: one sequence takes {3 * state + 2 * tail:,} bytes of"
+            f"no room for recurrent states and KV: one sequence takes {3 * (state + tail):,} bytes of"
             f" states, a block of {config.block_size} tokens {form.one.nbytes:,} bytes, and {total:,} bytes"
             " may be used: raise --kv-cache-memory (or free some memory)",
         )
     snapshots = (rest - blocks * form.one.nbytes) // state if kept else 0
-    return KVSizes(blocks, states=2 * seats + 1 + snapshots, tails=2 * seats)
+    return KVSizes(blocks, states=2 * seats + snapshots, tails=2 * seats)
 
 
 def _split(form: KVForm, config: EngineConfig, max_model_len: int, total: int) -> KVSizes:

@@ -49,7 +49,7 @@ class Runner:
     """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and a scratch block
     that the padding of static batching (`Plan.ballast`) reads. A model with windowed layers has a
     second storage for these, of `sizes.sliding` blocks and a scratch block, and one with recurrent
-    layers `recurrent` for their states and tails. EngineFault when the memory is not there.
+    layers `recurrent` for their states and tails, one of each for padding. EngineFault when the memory is not there.
 
     grammars  where masks come from; without them no sequence may ask for structured output
     drafter   proposes draft tokens that the next step verifies
@@ -83,7 +83,7 @@ class Runner:
         recurrent = decoder.recurrent_spec(kv_dtype)
         self.recurrent: RecurrentCache | None = None
         if recurrent is not None:
-            self.recurrent = alloc_recurrent(recurrent, sizes.states, sizes.tails)
+            self.recurrent = alloc_recurrent(recurrent, sizes.states + 1, sizes.tails + 1)
             self.nbytes += self.recurrent.states.nbytes + self.recurrent.tail.nbytes
 
     def pack(self, plan: Plan, before: Rows = NO_ROWS) -> tuple[Batch, tuple[Batch, KV] | None]:
@@ -93,7 +93,8 @@ class Runner:
         batch = pack(plan, self._block_size, self._sizes.blocks, before, self._block_rows)
         names = [item.sequence.request.adapter for item in plan.items]
         if self.recurrent is not None:
-            batch.recurrent = state_tables(plan, self.recurrent)
+            scratch = (self._sizes.states, self._sizes.tails)
+            batch.recurrent = state_tables(plan, self.recurrent, scratch)
         batch.adapters = self._decoder.adapters_of(names + [""] * len(plan.ballast))
         if not self._sizes.window:
             return batch, None
