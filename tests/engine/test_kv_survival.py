@@ -204,8 +204,9 @@ def test_a_run_that_took_blocks_back_is_not_replayed(fd: int, tmp_path: Path) ->
 class Killable:
     """An engine process as the supervisor starts it, and its end of the channel."""
 
-    def __init__(self, kv: KVMemory | None = None) -> None:
-        config = EngineConfig(model=str(TINY), block_size=SIZE, threads=1)
+    def __init__(self, kv: KVMemory | None = None, model: Path = TINY) -> None:
+        config = EngineConfig(model=str(model), block_size=SIZE, threads=1)
+        self.recomputed: dict[int, int] = {}
         self.process = EngineProcess(engine_command(config), kv)
         self.process.sock.setblocking(True)
         self.messages = self._messages(MessageDecoder(FromEngine))
@@ -222,6 +223,7 @@ class Killable:
         for message in self.messages:
             for event in message.events if isinstance(message, Events) else ():
                 got[event.id] += event.tokens
+                self.recomputed[event.id] = event.recomputed
             if sum(map(len, got.values())) >= enough:
                 break
         self.process.kill()
@@ -231,20 +233,22 @@ class Killable:
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_middle_of_decoding() -> None:
-    whole = run(engine(None).engine, requests())
-    first = Killable()
+@pytest.mark.parametrize("model", [TINY, GOLDENS / "families" / "qwen3_5"])
+def test_kill_9_in_the_middle_of_decoding(model: Path) -> None:
+    whole = run(engine(None, model).engine, requests())
+    first = Killable(model=model)
     done = first.collect(requests(), 50)
-    second = Killable(first.process.kv)
+    second = Killable(first.process.kv, model)
     rest = second.collect(requests(done), 120 - sum(map(len, done.values())))
     assert {id: done[id] + rest[id] for id in done} == whole
+    assert max(second.recomputed.values()) < CHUNK
     least = sum((len(prompt) + len(done[id]) - 1) // SIZE for id, prompt in enumerate(PROMPTS))
     assert (first.ready.kv_blocks_taken_back, second.ready.kv_blocks_taken_back >= least) == (
         0,
         True,
     )
     first.process.kv.discard()
-    assert Killable(first.process.kv).collect(requests(), 1) != {}
+    assert Killable(first.process.kv, model).collect(requests(), 1) != {}
 
 
 # -- the directory alone -------------------------------------------------------------------------------------

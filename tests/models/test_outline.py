@@ -13,6 +13,7 @@ import pytest
 from pageturner.errors import EngineFault
 from pageturner.formats.gguf import open_gguf, open_header
 from pageturner.kernels.base import KV_TYPES
+from pageturner.lab.planning.kv_planner import KVPlanner
 from pageturner.lab.planning.model_outline import Outline, rank_kv_bytes, read_outline
 from pageturner.lab.planning.model_outline_keys import KVLayers, gguf_usual, hf_usual
 from pageturner.models.load import open_model
@@ -548,3 +549,16 @@ def test_one_of_several_files(tmp_path: Path) -> None:
     assert replace(found, weights=0, weights_from="") == replace(
         read_outline(TINY), name="model", weights=0, weights_from=""
     )
+
+
+def test_a_sequence_has_two_states_beside_its_kv() -> None:
+    """Four value heads of 16 x 16 in fp32, three rows of 128 columns in fp16 before each state, and the rows of a
+    chunk; three layers."""
+    outline = read_outline(GOLDENS / "families" / "qwen3_5")
+    state = 3 * (4 * 16 * 16 * 4 + 3 * 128 * 2)
+    tail = 3 * (4 * 32 * 4 + 2 * 16 * 32 * 2 + 4 * 16 * 32 * 2 + 32 * 128 * 2)
+    assert outline.recurrent("float16") == (state, tail)
+    kv = 2 * 2 * 32 * 2
+    planner = KVPlanner(outline, "float16", 16, 512, 1 << 20)
+    assert planner.sequence_bytes(100) == 112 * kv + 2 * (state + tail)
+    assert read_outline(GOLDENS / "families" / "qwen3").recurrent("float16") == (0, 0)
