@@ -37,6 +37,7 @@ void sampling(Report&);
 void spoilt(Report&);   // logits that are no numbers
 void choices(Report&);  // the head, with edits of its logits
 void layers(Report&);   // whole blocks, against the portable kernels
+void recurrent(Report&);
 void pool(Report&);     // of 1 to 64 threads
 void storage(Report&);  // in a memory file, and checksums
 

@@ -32,6 +32,7 @@ int main(int count, char** names) {
     check::spoilt(report);
     check::choices(report);
     check::layers(report);
+    check::recurrent(report);
     if (report.failures()) std::printf("%s: %d checks FAILED\n", isa.c_str(), report.failures());
     check::failures += report.failures();
   }
