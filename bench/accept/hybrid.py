@@ -4,6 +4,7 @@
 
 gemma   Gemma 4: logits, tokens and bits of tiny models, folders and GGUF files, quantised; plans; refusals
 state   recurrent layers in the engine: tiny models beside Transformers, crashes, reuse of prefixes, plans
+linear  kernels of recurrent layers: bits, errors, the time of a token beside the plain recurrence
 
 A part is `hybrid_NAME.py` beside this file, with `lines` and `add_arguments`.
 """
