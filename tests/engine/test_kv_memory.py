@@ -157,6 +157,9 @@ def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that
     alone = planned(max_num_seqs=8, enable_prefix_caching=False)
     assert (alone.states, alone.tails) == (16, 16)
     assert alone.blocks == rest // one.nbytes
+    small = KVForm(one, recurrent=(1000, 1000))
+    enough = plan_kv(small, EngineConfig(model="x", max_num_seqs=2), 4096, FREE)
+    assert enough == KVSizes(2 * 256, states=4 + 2 * 128, tails=4), "no more than can be used"
     crowd = planned(max_num_seqs=1000)  # half of the memory holds fewer
     seats = (total // 2 // (state + tail) - 1) // 2
     assert crowd.tails == 2 * seats

@@ -11,6 +11,7 @@ from pageturner import memory
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
+from pageturner.kernels.recurrent import CHUNK
 
 GIB = 1024**3
 MAX_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-memory
@@ -137,6 +138,7 @@ def _with_states(
             " may be used: raise --kv-cache-memory (or free some memory)",
         )
     snapshots = (rest - blocks * form.one.nbytes) // state if kept else 0
+    snapshots = min(snapshots, blocks * config.block_size // CHUNK)  # one at every boundary
     return KVSizes(blocks, states=2 * seats + snapshots, tails=2 * seats)
 
 
