@@ -85,3 +85,15 @@ def test_nothing_changes_a_bit(name: str, setup: Setup, caplog: pytest.LogCaptur
         assert stats["cached_tokens"] > 0, "nothing was found again"
     if setup.kv_tokens < 500:
         assert stats["preemptions"] > 0
+
+
+def test_a_prompt_waits_for_the_beginning_that_another_one_computes() -> None:
+    common = tuple(range(5, 205))
+    params = SamplingParams(max_tokens=8, logprobs=0)
+    alike = [Request(i, (*common, 7 + i), params) for i in range(3)]
+    alone: dict[int, Answer] = {}
+    for request in alike:
+        alone |= answers(model(NAMES[0]).engine(Setup(prefix_caching=False)), [request])
+    engine = model(NAMES[0]).engine(Setup(token_budget=64))
+    assert answers(engine, alike) == alone
+    assert engine.stack.scheduler.stats()["cached_tokens"] >= 2 * 192

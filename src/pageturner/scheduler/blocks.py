@@ -352,10 +352,10 @@ class BlockPool:
 
     def common_prefix(self, seq: Sequence, other: Sequence) -> int:
         """Tokens in whole blocks with which both begin, as far as `seq` could take them from the
-        cache."""
+        cache: with recurrent layers up to the last state that `other` keeps of them."""
         mine, theirs = seq.request, other.request
         apart = (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
-        if not self.prefix_caching or not self.plain or apart:
+        if not self.prefix_caching or self.window or apart:
             return 0
         limit = min(_attachable_at_most(seq), len(other.tokens))
         size, same = self.block_size, 0
@@ -364,7 +364,7 @@ class BlockPool:
             and seq.tokens[same : same + size] == other.tokens[same : same + size]
         ):
             same += size
-        return same
+        return max(self.wanted(other, 0, same), default=0) if self._sparse else same
 
     def fork(self, src: Sequence, dst: Sequence) -> None:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of
