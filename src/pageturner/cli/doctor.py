@@ -357,13 +357,14 @@ def _kv(
     if storage is not None:
         text += f" for {one.layers} layers; {sizes.states:,} states of {storage.state_bytes / MIB:,.1f} MiB"
         nbytes += sizes.states * storage.state_bytes + sizes.tails * storage.tail_bytes
+    at_once = min(config.max_num_seqs, sizes.tails // 2 or config.max_num_seqs)
     nbytes += blocks * beside
     report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
     report.add(
         "KV cache",
         "what fits",
         f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
-        f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once",
+        f" {chats:,} of {CHAT_TOKENS:,}; at most {at_once} run at once",
     )
     report.data["kv"] = {
         "bytes_per_token": one.bytes_per_token,
