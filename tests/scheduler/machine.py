@@ -258,9 +258,13 @@ class Machine:
             self.config["sliding"] = least + self.rng.choice((0, 1, 3, 10, 40))
         recurrent = random.Random(f"states {seed}")
         if not self.config["window"] and recurrent.random() < 0.4:
+            tokens = self.config["num_blocks"] * self.config["block_size"]
+            size = recurrent.choice((1, 1, 2, 3, 4))  # so that states lie where blocks end
+            self.config |= {"block_size": size, "num_blocks": -(-tokens // size)}
+            self.config["prefix_caching"] = recurrent.random() < 0.9
             self.config |= {"chunk": recurrent.choice((1, 2, 3, 4, 8))}
             self.config |= {name: recurrent.choice((8, 9, 20, 150)) for name in ("states", "tails")}
-            self.config["snapshot_interval"] = recurrent.choice((1, 5, 2048))
+            self.config["snapshot_interval"] = recurrent.choice((1, 1, 5, 2048))
         self.dice = random.Random(f"prices {seed}")
         self.config["context_price"] = self.dice.choice((0.0, 0.0, 20.0, 300.0))
         beside = random.Random(f"beside {seed}")

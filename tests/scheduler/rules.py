@@ -223,6 +223,9 @@ class Rules:
         """Whether even the largest who waits has room beside all who run, everybody at its peak."""
         if not queue or len(running) + max(map(_slots, queue)) > self._most_running:
             return False
+        states = min(self._config.get(name, 1 << 30) for name in ("states", "tails"))
+        if 2 * (len(running) + max(map(_slots, queue))) > states:
+            return False
         size = self._config["block_size"]
         blocks = sum(-(-self._peak(seq) // size) for seq in running)
         blocks += max(-(-self._peak(seq) // size) * _slots(seq) for seq in queue)

@@ -49,6 +49,7 @@ FORCED = {
     "recent_evictions": 1000,  # of what they gave back
     "state_evictions": 100,
     "state_blocks_cached": 200,
+    "state_hits": 40,
     "expired": 80,
     "refused_late": 5,
 }
