@@ -126,10 +126,14 @@ class BlockPool:
                 blocks = 0 if kind.sparse else min(blocks, kind.store.num_blocks // ways)
         return blocks * self.block_size
 
-    def has_states_for(self, joining: int, running: int) -> bool:
-        """Return whether so many more sequences find states and tails beside those that run. Each
-        may take one more in a step, and gives one back behind it."""
-        return all(2 * joining + running <= kind.store.available for kind in self._sparse)
+    def has_states_for(self, joining: int, running: int, granted: int) -> bool:
+        """Return whether so many more sequences find states and tails beside those that run, of
+        which so many have been granted what they take in this step: each has one, and takes another
+        in a step and gives one back behind it."""
+        now = 2 * joining + running - granted
+        ever = 2 * (joining + running)
+        stores = [kind.store for kind in self._sparse]
+        return all(now <= store.available and ever <= store.num_blocks for store in stores)
 
     def blocks_needed(
         self, seq: Sequence, tokens: int, step: int, beside: int = 0
@@ -316,10 +320,10 @@ class BlockPool:
             return False
         for store, table, places in written:
             store.write(table, *places)
-        # of those that it passes it keeps some, and leaves one for each sequence that may run
+        # of those that it passes it keeps some, and leaves as many as there are tails for others
         for position in self.wanted(seq, start, start + n) if self._sparse else ():
             place = position // self.chunk
-            if seq.states[place] == GONE and self.states.available > self.tails.num_blocks // 2:
+            if seq.states[place] == GONE and self.states.available > self.tails.available:
                 self.states.fill(seq.states, place)
         return True
 

@@ -352,7 +352,8 @@ class Scheduler:
     def _fits(self, joining: list[Sequence], n: int) -> bool:
         """Return whether all they are promised, n tokens now, fits beside the promises of others."""
         pool, reserve, full, sliding = self.pool, self.reserve, 0, 0
-        if not pool.has_states_for(len(joining), len(self.running) + len(self._leaving)):
+        running = len(self.running) + len(self._leaving)
+        if not pool.has_states_for(len(joining), running, len(self._granted)):
             return False
         available, sharing = pool.full.available, pool.full.sharing
         for one in (*joining, *self.running, *self._leaving):
