@@ -72,6 +72,14 @@ NAMES = [
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
+    "granite_h",
+    "granite_h_dense",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "falcon_h1",
+    "falcon_h1_norm",
 ]
 LENGTHS = {
     "phi4_mini": 512

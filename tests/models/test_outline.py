@@ -188,7 +188,7 @@ def test_a_folder_says_what_its_tensors_take(family: str) -> None:
     found = read_outline(folder)
     parameters = sum(prod(info.shape) for name, info in file.tensors.items() if name in used)
     assert found.weights_from.startswith(f"{parameters:,} parameters")
-    assert found.layers == spec.layers - spec.sharing - spec.recurrent
+    assert found.layers == spec.kv_layers
     assert found.why_not == ""
     for dtype in KV_TYPES:
         # what the engine allocates

@@ -30,6 +30,9 @@ LAST_NORM = (
     "model.norm.weight",
     "transformer.ln_f.weight",
     "model.decoder.final_layer_norm.weight",
+    "model.embedding_norm.weight",
+    "model.final_layernorm.weight",
+    "model.norm_f.weight",
 )
 
 
@@ -57,7 +60,7 @@ def build(config: hf.PreTrainedConfig, seed: int) -> torch.nn.Module:
                 noise *= tiny.GAIN / weight.shape[-1] ** 0.5
             weight.copy_(noise.to(config.dtype or torch.float32))
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):  # of experts
+            if name.endswith(("correction_bias", "expert_bias")):  # of experts
                 noise = 0.3 * torch.randn(buffer.shape, generator=draw)
                 buffer.copy_(noise.to(config.dtype or torch.float32))
             elif name.endswith("layer_scalar"):

@@ -343,8 +343,7 @@ def _kv(
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS
-    layers = spec.layers - spec.sharing - spec.recurrent
-    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {layers} layers)"
+    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.kv_layers} layers)"
     report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:

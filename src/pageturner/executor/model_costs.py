@@ -21,7 +21,7 @@ def model_costs(decoder: Decoder, kv_dtype: str) -> ModelCosts:
     # query times key, weight times value; layers that share KV read it as others do
     kinds = decoder.kv_spec(1, 1, kv_dtype).split(decoder.windowed)
     sliding = len(spec.windowed) if decoder.windowed else 0
-    counts = (spec.layers - spec.recurrent - sliding, sliding)
+    counts = (sum(spec.attends(i) for i in range(spec.layers)) - sliding, sliding)
     pairs = [4.0 * spec.heads * kind.head_dim for kind in kinds]
     positions = [kind.bytes_per_token / max(kind.layers, 1) for kind in kinds]
     return ModelCosts(

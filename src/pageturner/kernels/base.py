@@ -30,6 +30,7 @@ I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+SQUARED = "relu2"  # stands for the square of relu, in an MLP without a gate
 GATED = "clamped_swiglu"  # stands for an activation in a gated MLP, and is none of one number alone
 
 # What a backend may lack. Loading refuses a model that needs something which its backend does not
@@ -74,6 +75,8 @@ COMPOSED = frozenset(
         "expert_norms",  # Experts.norm, and those beside it
         "shared_kv",  # layers without k
         "value_norm",  # Layer.v_norm, and values made of k
+        "one_part",  # layers without attention, or without an MLP
+        "factors",  # Layer.mlp_factors
         "per_layer",  # Layer.per_layer
         "out_scale",  # Layer.out_scale
     }
@@ -158,7 +161,8 @@ class Layer:
     these see x itself. Without `gate` the MLP is down(act(up(x))). With `experts`, `gate`, `up` and
     `down` are the MLP of all rows beside them, whose product is added first, or None. Without `k`
     attention reads the K and V of the last layer before it of its kind (with or without a window);
-    without `v` alone, and no `latent`, the product of k is the value, before its norm.
+    without `v` alone, and no `latent`, the product of k is the value, before its norm. Without `o`
+    there is an MLP alone, without `up` and `experts` attention alone.
     """
 
     attn_norm: Weight
@@ -200,7 +204,9 @@ class Layer:
     head_norms: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of q and k, by models/
     v_norm: Weight | None = None  # RMSNorm of the values of each head, one vector for all
     attn_gate: Weight | None = None  # its product's sigmoid is multiplied before `o` (Qwen3.5)
-    linear: Linear | None = None  # in the place of attention
+    linear: Linear | None = None  # in the place of attention, or beside it
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # of the products of gate and down
+    mixer_factors: tuple[float, float] = (1.0, 1.0)  # of attention, and of `linear` beside it
     per_layer: PerLayer | None = None
     out_scale: float = 1.0  # what comes out of the layer is multiplied by it
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
@@ -212,7 +218,7 @@ class Layer:
 
     @property
     def has_values(self) -> bool:
-        return self.latent is None and self.linear is None
+        return self.latent is None and self.k is not None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -239,10 +245,12 @@ class Layer:
             "parallel": self.parallel,
             "late_norm": self.late_qk_norm,
             "head_norms": self.head_norms is not None,
-            "shared_kv": not self.writes,
+            "shared_kv": not self.writes and self.o is not None,
             "value_norm": self.v_norm is not None or (self.v is None and self.has_values),
             "recurrent": self.linear is not None,
             "attn_gate": self.attn_gate is not None,
+            "one_part": self.o is None or (self.up is None and self.experts is None),
+            "factors": self.mlp_factors != (1, 1),
             "per_layer": self.per_layer is not None,
             "out_scale": self.out_scale != 1,
             "shared_expert": self.experts is not None and self.up is not None,

@@ -21,6 +21,7 @@ from pageturner.kernels.base import (
     GATED,
     I32,
     KV,
+    SQUARED,
     Array,
     Batch,
     Layer,
@@ -84,18 +85,17 @@ class Composites:
         if any(layer.per_layer is not None for layer in stack.layers):
             embedded = _copy(self, x, len(batch.tokens))  # what is added to x may go into it
         last = max(i for i, layer in enumerate(stack.layers) if layer.writes)
-        counts = [0, 0, 0]  # layers so far that see everything, have a window, and are recurrent
+        counts = [0, 0]  # layers so far with K and V that see everything, and that have a window
         for i, layer in enumerate(stack.layers):
             mine = sliding is not None and layer.shape.window > 0
             pages, storage = sliding if sliding is not None and mine else (batch, kv)
-            kind = int(mine) if layer.linear is None else 2
-            counts[kind] += layer.writes
+            counts[mine] += layer.k is not None
             attend = (
                 self.attention_block
                 if adapters is None
                 else partial(self.adapted_attention, (adapters, i))
             )
-            x = attend(x, layer, storage, counts[kind] - 1, pages)
+            x = attend(x, layer, storage, counts[mine] - 1, pages)
             if i == last:  # behind the last K and V only the wanted rows matter
                 x = self.take_rows(x, batch.logit_rows)
                 adapters = of_wanted
@@ -132,14 +132,20 @@ class Composites:
         self: Any, adapted: Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
     ) -> Array:
         """`attention_block` with what adapters add."""
+        if layer.o is None:  # an MLP alone
+            return x
         h = _normed(self, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
-        if layer.linear is not None:
-            mixed = _mix_linear(self, h, layer.linear, index, batch)
+        if layer.linear is not None and layer.k is None:
+            mixed = _mix_linear(self, h, layer.linear, batch)
         elif layer.latent is None:
             mixed = _mix_heads(self, adapted, h, layer, kv, index, batch)
         else:
             mixed = _mix_latent(self, h, layer, kv, index, batch)
         o = _linear(self, adapted, "o", mixed, layer.o, layer.o_bias)
+        if layer.linear is not None and layer.k is not None:
+            own, others = layer.mixer_factors
+            beside = self.linear(_mix_linear(self, h, layer.linear, batch), layer.linear.o)
+            o = self.add(self.scale(beside, others), self.scale(o, own))
         x = _add_part(self, x, o, layer.attn_post_norm, layer)
         return _add_mlp(self, adapted, x, h, layer) if layer.parallel else x
 
@@ -166,11 +172,13 @@ class Composites:
             if e.weigh_input:
                 mine = self.scale_rows(mine, weight, np.arange(len(rows), dtype=np.int32))
                 weight = np.ones_like(weight)
-            gate = self.linear(mine, e.gate[expert], _of(e.gate_bias, expert))
-            up = self.linear(mine, e.up[expert], _of(e.up_bias, expert))
-            y = self.linear(
-                _gated(self, gate, up, layer.act), e.down[expert], _of(e.down_bias, expert)
-            )
+            inner = self.linear(mine, e.up[expert], _of(e.up_bias, expert))
+            if e.gate:
+                gate = self.linear(mine, e.gate[expert], _of(e.gate_bias, expert))
+                inner = _gated(self, gate, inner, layer.act)
+            else:
+                inner = _activated(self, inner, layer.act)
+            y = self.linear(inner, e.down[expert], _of(e.down_bias, expert))
             x = self.add_rows(x, y, rows, weight)
         return x if e.norm is None else self.norm(x, e.post_norm, layer.eps)
 
@@ -210,10 +218,12 @@ def _add_mlp(ops: Ops, adapted: Adapted | None, x: Array, h: Array, layer: Layer
     if layer.up is not None:
         up = _linear(ops, adapted, "up", h, layer.up, layer.up_bias)
         if layer.gate is None:
-            y = ops.activate(up, layer.act)
+            y = _activated(ops, up, layer.act)
         else:
-            y = _gated(ops, _linear(ops, adapted, "gate", h, layer.gate), up, layer.act)
+            gate = _scaled(ops, _linear(ops, adapted, "gate", h, layer.gate), layer.mlp_factors[0])
+            y = _gated(ops, gate, up, layer.act)
         y = _linear(ops, adapted, "down", y, layer.down, layer.down_bias)
+        y = _scaled(ops, y, layer.mlp_factors[1])
         switch = layer.experts and layer.experts.shared_switch
         if switch is not None:
             scores = ops.route(ops.linear(h, switch), 1, False, "sigmoid")[1]
@@ -342,22 +352,39 @@ def _mix_heads(
     return ops.gate_mul(mixed, ops.linear(h, layer.attn_gate))
 
 
-def _mix_linear(ops: Any, h: Array, part: Linear, index: int, batch: Batch) -> Array:
-    """Return the outputs of a gated delta net before its last product: [T, values]."""
+def _mix_linear(ops: Any, h: Array, part: Linear, batch: Batch) -> Array:
+    """Return the outputs of a recurrent layer before its last product: [T, values]."""
     tables = batch.recurrent
     assert tables is not None
     assert tables.cache is not None
-    place = Place(tables.cache, index, batch)
+    place = Place(tables.cache, part.number, batch)
     qkv = ops.linear(h, part.qkv[0])
     for weight in part.qkv[1:]:
         qkv = ops.join_heads(qkv, ops.linear(h, weight), 1)
+    if part.gate_in is not None:
+        y = ops.conv_rows(ops.mul(qkv, ops.linear(h, part.gate_in)), part.conv, place)
+        return ops.mul(y, ops.linear(h, part.z))
     y = ops.conv_rows(qkv, part.conv, place)
+    z = _scaled(ops, ops.linear(h, part.z), part.z_factor)
+    if part.b is None:
+        return _mix_mamba(ops, y, z, ops.linear(h, part.a), part, place)
     q, k, v = y[:, : part.keys], y[:, part.keys : 2 * part.keys], y[:, 2 * part.keys :]
     q = ops.l2norm(q, part.key_dim, L2_EPS, part.key_dim**-0.5)
     k = ops.l2norm(k, part.key_dim, L2_EPS, 1.0)
     gates = ops.linear_gates(ops.linear(h, part.a), ops.linear(h, part.b), part.rates)
     mixed = ops.linear_rows((q, k, v), gates, part.rule, place)
-    return ops.gated_norm(mixed, ops.linear(h, part.z), part.out_norm, part.norm)
+    return ops.gated_norm(mixed, z, part.out_norm, part.norm)
+
+
+def _mix_mamba(ops: Any, y: Array, z: Array, dt: Array, part: Linear, place: Place) -> Array:
+    """Return the same of Mamba2, of what its convolution made."""
+    values = y.shape[1] - 2 * part.keys
+    k, q = y[:, values : values + part.keys], y[:, values + part.keys :]
+    gates = ops.linear_gates(dt, None, part.rates)
+    mixed = ops.linear_rows((q, k, y[:, :values]), gates, part.rule, place)
+    if part.norm is None:
+        return ops.act_mul(z, mixed)
+    return ops.gated_norm(mixed, z, part.out_norm, part.norm)
 
 
 def _turned(ops: Ops, x: Array, norm: Weight | None, layer: Layer, batch: Batch) -> Array:
@@ -394,6 +421,18 @@ def _gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
     if act == GATED:
         return ops.clamped_swiglu(gate, up)
     return ops.act_mul(gate, up) if act == "silu" else ops.mul(ops.activate(gate, act), up)
+
+
+def _activated(ops: Ops, x: Array, act: str) -> Array:
+    """The activation of an MLP without a gate."""
+    if act != SQUARED:
+        return ops.activate(x, act)
+    x = ops.activate(x, "relu")
+    return ops.mul(x, x)
+
+
+def _scaled(ops: Ops, x: Array, factor: float) -> Array:
+    return x if factor == 1 else ops.scale(x, factor)
 
 
 def _of(weights: tuple[Weight, ...], expert: int) -> Weight | None:

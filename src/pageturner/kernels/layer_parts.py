@@ -120,25 +120,33 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The parts of a gated delta net, which stands in the place of attention (arXiv 2412.06464);
-    `Layer.o` is its last product. There are no `Layer.q`, `k` and `v`.
+    """The parts of a gated delta net (arXiv 2412.06464), of Mamba2 (arXiv 2405.21060), which has no
+    b, or of a short convolution, which has gates alone. It stands in the place of attention, and
+    `Layer.o` is its last product; or beside attention, with an `o` of its own.
 
-    qkv        [2 * keys + values, d], or several matrices whose products stand side by side
-    z          [values, d], the gate of the outputs
+    qkv        [2 * keys + values, d], or several matrices whose products stand side by side; Mamba2
+               has its values first, then keys and queries
+    z          [values, d], the gate of the outputs; its product is multiplied by z_factor
+    number     among the recurrent layers
     a, b       [value heads, d], of which the gates of the recurrence are made
-    out_norm   [value_dim], the norm of each head's outputs
+    out_norm   the norm of each head's outputs, or of each group's; None: there is a gate alone
     conv, rates, rule, norm  Conv, Rates, StateRule and GatedNorm of kernels.recurrent
     keys       columns of all queries, and of all keys; key_dim: of a head's
+    gate_in    [channels, d], the gate of what a short convolution sees
     """
 
     qkv: tuple[Weight, ...]
     z: Weight
-    a: Weight
-    b: Weight
-    out_norm: Weight
     conv: Any
-    rates: Any
-    rule: Any
-    norm: Any
-    keys: int
-    key_dim: int
+    number: int
+    a: Weight | None = None
+    b: Weight | None = None
+    out_norm: Weight | None = None
+    rates: Any = None
+    rule: Any = None
+    norm: Any = None
+    keys: int = 0
+    key_dim: int = 0
+    gate_in: Weight | None = None
+    z_factor: float = 1.0
+    o: Weight | None = None

@@ -16,7 +16,8 @@ from pageturner.kernels.base import F32, I32
 class ExpertChoice:
     """The `top_k` experts of the largest scores plus `bias` [experts], ties by id; of `groups` of
     as many experts each only in those `kept` whose `best` largest sum to most (DeepSeek-V2, arXiv
-    2405.04434, section 2.1.3; V3, arXiv 2412.19437, section 2.1.2)."""
+    2405.04434, section 2.1.3; V3, arXiv 2412.19437, section 2.1.2). Weights are divided by their sum
+    and `extra`."""
 
     top_k: int
     normalise: bool
@@ -24,6 +25,7 @@ class ExpertChoice:
     groups: int = 1
     kept: int = 1
     best: int = 1
+    extra: float = 0.0
 
     def __call__(self, scores: F32) -> tuple[I32, F32]:
         """Ids, ascending, and weights, both [T, top_k], of scores [T, experts]. Weights are made of
@@ -37,5 +39,5 @@ class ExpertChoice:
         ids = np.sort(best).astype(np.int32)
         weights = np.take_along_axis(scores, ids, 1)
         if self.normalise:
-            weights /= np.add.accumulate(weights, axis=1)[:, -1:]
+            weights /= np.add.accumulate(weights, axis=1)[:, -1:] + np.float32(self.extra)
         return ids, weights

@@ -41,7 +41,7 @@ class _Arch:
 
     experts  there may be some, whose weights are "normalised" or "raw" if the file does not say
     scoring  of the experts, if the file does not say
-    recurrent  layers that are gated delta nets
+    recurrent  the kind of the layers that are recurrent (LinearSpec.kind)
     keys     behind "<arch>." that are understood beside _UNDERSTOOD; Granite's dense models are
              written as if they had Mamba layers and experts
     """
@@ -52,7 +52,7 @@ class _Arch:
     plain: int = 0
     experts: str = ""
     scoring: str = "softmax"
-    recurrent: bool = False
+    recurrent: str = ""
     keys: str = ""
 
 
@@ -155,6 +155,8 @@ class _KeyReader:
             if family.layer_norm
             else "attention.layer_norm_rms_epsilon"
         )
+        if self.arch.startswith("nemotron") and f"{self.arch}.{eps}" not in self.file.metadata:
+            eps = "attention.layer_norm_epsilon"
         experts = self.experts(layers)
         ffn = self.by_layer("feed_forward_length", layers, experts.ffn if experts else None)
         rope = self.rope(self._rotary(family, latent, head_dim))
@@ -195,8 +197,10 @@ class _KeyReader:
             scale = (latent.nope + latent.rotary) ** -0.5 * sharper**2
             whole = latent.rank + latent.rotary
             return replace(spec, latent=latent, attention_scale=scale, kv_heads=1, head_dim=whole)
-        if self.known.recurrent:
+        if self.known.recurrent == "delta":
             return replace(spec, linear=self.linear(spec.layers))
+        if self.known.recurrent:
+            spec = self.hybrid(spec)
         said = self.file.tensors.keys()
         if self.arch == "gemma4":
             return self.gemma4(spec)
@@ -214,13 +218,15 @@ class _KeyReader:
         scale = self.number("attention.temperature_scale", 0.0)
         if self.arch == "mistral3" and scale:
             return replace(spec, attn_temperature=Temper(spec.rope.original, scale, first=0))
-        if self.arch == "granite":
+        if self.arch in ("granite", "granitehybrid"):
             divisor = self.number("logit_scale", 1.0)
-            rotary = self.file.get("granite.rope.scaling.finetuned", bool, True)
+            rotary = self.file.get(f"{self.arch}.rope.scaling.finetuned", bool, True)
+            residual = self.number("residual_scale", 1.0)
             return replace(
                 spec,
                 embed_scale=self.number("embedding_scale", 1.0),
-                residual=self.number("residual_scale", 1.0),
+                residual=residual,
+                experts=spec.experts and replace(spec.experts, scale=residual),
                 logit_scale=1 / divisor if divisor else 0.0,
                 no_rope=frozenset() if rotary else frozenset(range(spec.layers)),
             )
@@ -271,12 +277,71 @@ class _KeyReader:
     def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
         """A size for each layer: one for all, or as listed."""
         listed = self.file.metadata.get(f"{self.arch}.{key}")
+        if self.known.recurrent in ("mamba", "conv") and isinstance(listed, Array):
+            found = {size for size in self.listed(key, layers) if size > 0}
+            if len(found) != 1:
+                raise unsupported(f"{self.arch}.{key} of {len(found)} sizes is not supported")
+            return [found.pop()] * layers
         if self.arch != "gemma4" or not isinstance(listed, Array):
             return [self.size(key, default)] * layers
         sizes = listed.integers() if len(listed) == layers else []
         if not sizes or not all(0 < size < LARGEST for size in sizes):
             raise EngineFault("model_invalid", f"{self.arch}.{key} should be {layers} sizes")
         return sizes
+
+    def listed(self, key: str, layers: int) -> list[int]:
+        """A size for each layer, of which there may be none: as listed, else one for all."""
+        listed = self.file.metadata.get(f"{self.arch}.{key}")
+        if not isinstance(listed, Array):
+            return [self.size(key)] * layers
+        if not layers <= len(listed) <= MAX_LAYERS:
+            message = f"{self.arch}.{key} has {len(listed)} entries for {layers} layers"
+            raise EngineFault("model_invalid", message)
+        return listed.integers()[:layers]
+
+    def feeds(self, layers: int) -> frozenset[int] | None:
+        """The layers that are an MLP alone, where there are such."""
+        if not self.arch.startswith("nemotron"):
+            return None
+        return frozenset(
+            i for i, size in enumerate(self.listed("feed_forward_length", layers)) if size
+        )
+
+    def hybrid(self, spec: ModelSpec) -> ModelSpec:
+        """The spec with its short convolutions or its Mamba2 layers, which have no KV heads."""
+        kv_heads = self.listed("attention.head_count_kv", spec.layers)
+        feeds = self.feeds(spec.layers)
+        beside = self.arch == "falcon-h1"
+        layers = frozenset(
+            i for i in range(spec.layers) if beside or (not kv_heads[i] and i not in (feeds or ()))
+        )
+        if self.known.recurrent == "conv":
+            linear = LinearSpec(
+                layers,
+                *(0, 0, 0, 0),
+                self.size("shortconv.l_cache"),
+                kind="conv",
+                width=spec.dim,
+            )
+            return replace(spec, linear=linear)
+        first = f"blk.{min(layers, default=0)}."
+        heads, inner = self.size("ssm.time_step_rank"), self.size("ssm.inner_size")
+        if inner % heads:
+            raise EngineFault("model_invalid", f"{heads} heads share {self.arch}.ssm.inner_size")
+        linear = LinearSpec(
+            layers,
+            self.size("ssm.group_count"),
+            heads,
+            self.size("ssm.state_size"),
+            inner // heads,
+            self.size("ssm.conv_kernel"),
+            kind="mamba",
+            conv_bias=f"{first}ssm_conv1d.bias" in self.file.tensors,
+            norm="before" if f"{first}ssm_norm.weight" in self.file.tensors else "",
+            beside=beside,
+        )
+        plain = spec.no_rope if feeds is None else frozenset(range(spec.layers))
+        return replace(spec, linear=linear, feeds=feeds, no_rope=plain)
 
     def linear(self, layers: int) -> LinearSpec:
         """The gated delta nets. Those of Qwen3.5 have their value heads in another order."""
@@ -313,7 +378,7 @@ class _KeyReader:
     def kv_heads(self, heads: int, layers: int) -> int:
         """Granite says it for each layer, of which some models have none with Mamba; Gemma 4 too,
         whose last layer sees everything."""
-        if self.arch == "gemma4":
+        if self.arch == "gemma4" or self.known.recurrent in ("mamba", "conv"):
             return self.by_layer("attention.head_count_kv", layers)[-1]
         key = f"{self.arch}.attention.head_count_kv"
         listed = self.file.metadata.get(key)
@@ -444,6 +509,9 @@ class _KeyReader:
         step = self.size("interleave_moe_layer_step", 1)
         routed = range(max(self.whole("leading_dense_block_count"), 0), layers)
         sparse = frozenset(i for i in routed if (i + 1) % step == 0)
+        feeds = self.feeds(layers)
+        if feeds is not None:
+            sparse = feeds
         if not sparse:
             return None
         kind = self.whole("expert_gating_func")
@@ -474,6 +542,7 @@ class _KeyReader:
             groups=self.size("expert_group_count", 1),
             kept=self.size("expert_group_used_count", 1),
             best=1 + biased,
+            extra=1e-6 if self.arch == "lfm2moe" else 0.0,
         )
 
 

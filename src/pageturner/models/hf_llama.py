@@ -42,7 +42,7 @@ def llama_like(config: HFConfig, ffn: str = "intermediate_size", head_dim: int =
     arch = config.arch
     family = FAMILIES[arch]
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if arch not in ("bloom", "arcee"):
+    if arch not in ("bloom", "arcee", "nemotron_h"):
         act = config.get("hidden_act", str, "silu")
         family = replace(family, act=activation(config.get("hidden_activation", str, act)))
     rotary = family.positions == "rotary"

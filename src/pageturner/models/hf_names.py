@@ -89,7 +89,65 @@ _PHI = _LLAMA | modules("""
     down  mlp.fc2
 """)
 _STARCODER2 = _LLAMA | {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-_GRANITE_HYBRID = _LLAMA | {"down": "shared_mlp.output_linear"}
+_MAMBA = _LLAMA | modules("""
+    z           mamba.in_proj
+    qkv         mamba.in_proj
+    a           mamba.in_proj
+    conv        mamba.conv1d
+    decay       mamba.A_log
+    dt          mamba.dt_bias
+    skip        mamba.D
+    head_scale  mamba.norm
+    linear_o    mamba.out_proj
+""")
+_GRANITE_HYBRID = _MAMBA | modules("""
+    down         shared_mlp.output_linear
+    shared_down  shared_mlp.output_linear
+    router       block_sparse_moe.router.layer
+    gates        block_sparse_moe.input_linear.weight
+    ups          block_sparse_moe.input_linear.weight
+    downs        block_sparse_moe.output_linear.weight
+""")
+_FALCON_H1 = _MAMBA | modules("""
+    norm      final_layernorm
+    mlp_norm  pre_ff_layernorm
+    gate      feed_forward.gate_proj
+    up        feed_forward.up_proj
+    down      feed_forward.down_proj
+""")
+_NEMOTRON_H = {
+    field: name.replace("mamba.", "mixer.")
+    .replace("self_attn.", "mixer.")
+    .replace("mlp.", "mixer.")
+    for field, name in _MAMBA.items()
+} | modules("""
+    embed      embeddings
+    norm       norm_f
+    attn_norm  norm
+    mlp_norm   norm
+""")
+_LFM2 = _LLAMA | modules("""
+    norm      embedding_norm
+    attn_norm operator_norm
+    mlp_norm  ffn_norm
+    o         self_attn.out_proj
+    q_norm    self_attn.q_layernorm
+    k_norm    self_attn.k_layernorm
+    gate      feed_forward.w1
+    up        feed_forward.w3
+    down      feed_forward.w2
+    router    feed_forward.gate
+    choice    feed_forward.expert_bias
+    gates     feed_forward.experts.{}.w1
+    ups       feed_forward.experts.{}.w3
+    downs     feed_forward.experts.{}.w2
+    gate_in   conv.in_proj
+    z         conv.in_proj
+    qkv       conv.in_proj
+    conv      conv.conv
+    linear_o  conv.out_proj
+""")
+_LFM2_FUSED = {"gate_in z qkv": "conv.in_proj"}
 _GPT_OSS = _LLAMA | modules("""
     router  mlp.router
     gates   mlp.experts.gate_up_proj
@@ -271,7 +329,20 @@ _HF = {
     "glm": Names(_LLAMA, fused=_GATE_UP),
     "glm4": Names(_GLM4, fused=_GATE_UP),
     "starcoder2": Names(_STARCODER2),
-    "granitemoehybrid": Names(_GRANITE_HYBRID, fused={"gate up": "shared_mlp.input_linear"}),
+    "granitemoehybrid": Names(
+        _GRANITE_HYBRID,
+        fused={"gate up": "shared_mlp.input_linear", "z qkv a": "mamba.in_proj"},
+        adapt=_conv1d,
+        stacked="joined",
+    ),
+    "falcon_h1": Names(_FALCON_H1, fused={"z qkv a": "mamba.in_proj"}, adapt=_conv1d),
+    "nemotron_h": Names(
+        _NEMOTRON_H,
+        ("backbone.", "model.", ""),
+        fused={"z qkv a": "mixer.in_proj"},
+        adapt=_conv1d,
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), Names(_LFM2, fused=_LFM2_FUSED, adapt=_conv1d)),
     "gpt_oss": Names(_GPT_OSS, stacked="pairs"),
     "llama4_text": Names(_LLAMA4, _INNER, stacked="halves"),
     "deepseek_v2": Names(_DEEPSEEK),

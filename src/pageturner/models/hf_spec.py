@@ -14,15 +14,16 @@ from dataclasses import replace
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import GATED
+from pageturner.models.hf_experts import experts_of
 from pageturner.models.hf_keys import DEFAULTS, EXPECTED, PICTURES, QUANTISED, SILENT
 from pageturner.models.hf_llama import activation, llama_like, no_rope_layers, rope_section
+from pageturner.models.hf_recurrent import RECURRENT, multiplied
 from pageturner.models.hf_values import HFConfig, Json
 from pageturner.models.rope import yarn_amplitude
 from pageturner.models.spec import (
     LONGEST,
     ExpertSpec,
     LatentSpec,
-    LinearSpec,
     ModelSpec,
     Temper,
     check_spec,
@@ -177,94 +178,7 @@ def _global_heads(config: HFConfig, local: tuple[int, int], same: bool) -> tuple
 
 def _with_experts(config: HFConfig) -> ModelSpec:
     spec = llama_like(config)
-    return replace(spec, experts=_experts(config, spec.layers))
-
-
-_SWITCHED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")  # the shared expert has a weight
-_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")  # the last: by scores and a bias
-
-
-def _experts(config: HFConfig, layers: int) -> ExpertSpec | None:
-    """The experts, None where no layer has any."""
-    inner = config.size("moe_intermediate_size")
-    method = config.get("topk_method", str, "greedy")
-    if method not in _METHODS:
-        raise unsupported(f"topk_method {method!r} is not supported; known: {', '.join(_METHODS)}")
-    shared = config.get("n_shared_experts", int, 0)
-    if shared:
-        shared = inner * config.size("n_shared_experts", most=1 << 16)
-    if config.arch in _SWITCHED:
-        shared = config.get("shared_expert_intermediate_size", int)
-    experts = ExpertSpec(
-        config.size("num_experts"),
-        config.size("num_experts_per_tok"),
-        inner,
-        config.get("norm_topk_prob", bool, False),
-        _sparse_layers(config, layers),
-        shared=shared,
-        scoring=config.get("scoring_func", str, "softmax"),
-        scale=config.get("routed_scaling_factor", float, 1.0),
-        switched=config.arch in _SWITCHED,
-        biased=method == "noaux_tc",
-    )
-    groups = config.size("n_group", 1)
-    kept = config.size("topk_group", 1)
-    if method != "greedy":
-        best = 2 if experts.biased else 1
-        experts = replace(experts, groups=groups, kept=kept, best=best)
-    return experts if experts.layers else None
-
-
-def _sparse_layers(config: HFConfig, layers: int) -> frozenset[int]:
-    """The layers with experts: as listed, else every so many from a first to a last."""
-    kinds = config.raw("mlp_layer_types")
-    dense = config.raw("mlp_only_layers") or []
-    first = config.get("first_k_dense_replace", int, 0)
-    last = config.get("moe_layer_end_index", int, 0)
-    step = config.size("decoder_sparse_step", 1)
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise EngineFault(
-            "config_invalid", f"mlp_only_layers should be numbers of layers, not {dense!r}"
-        )
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers:
-            raise EngineFault("config_invalid", f"mlp_layer_types should name {layers} layers")
-        return frozenset(i for i in range(layers) if kinds[i] == "sparse")
-    end = last + 1 if last > 0 else layers
-    wanted = range(max(first, 0), min(end, layers))
-    return frozenset(i for i in wanted if i not in dense and (i + 1) % step == 0)
-
-
-def _delta_net(config: HFConfig) -> ModelSpec:
-    """Qwen3-Next, and Qwen3.5, 3.6 and 3.8: most layers are gated delta nets."""
-    kinds = config.take("layer_types")
-    every = config.size("full_attention_interval", 4)
-    config.ignore("mtp_* mamba_ssm_dtype")
-    config.expect("attn_output_gate", True)
-    dense = config.arch == "qwen3_5_text"
-    sized = "moe_intermediate_size" if config.arch == "qwen3_5_moe_text" else "intermediate_size"
-    spec = llama_like(config, ffn=sized)
-    if kinds is None:
-        kinds = [_KINDS[(i + 1) % every == 0] for i in range(spec.layers)]
-    if not isinstance(kinds, list) or len(kinds) != spec.layers or {*kinds} - {*_KINDS}:
-        known = " or ".join(_KINDS)
-        raise unsupported(f"layer_types should name {known} for each of {spec.layers} layers")
-    gate = config.get("output_gate_type", str, "silu")
-    linear = LinearSpec(
-        frozenset(i for i in range(spec.layers) if kinds[i] == _KINDS[0]),
-        config.size("linear_num_key_heads", 16),
-        config.size("linear_num_value_heads", 32),
-        config.size("linear_key_head_dim", 128),
-        config.size("linear_value_head_dim", 128),
-        config.size("linear_conv_kernel_dim", 4),
-        log_decay=True,
-        act="silu" if gate == "swish" else gate,
-    )
-    experts = None if dense else _experts(config, spec.layers)
-    return replace(spec, linear=linear, experts=experts)
-
-
-_KINDS = ("linear_attention", "full_attention")
+    return replace(spec, experts=experts_of(config, spec.layers))
 
 
 def _qk_normed(config: HFConfig) -> ModelSpec:
@@ -310,7 +224,7 @@ def _ernie(config: HFConfig) -> ModelSpec:
 
 def _ernie_moe(config: HFConfig) -> ModelSpec:
     spec = _ernie(config)
-    return replace(spec, experts=_experts(config, spec.layers))
+    return replace(spec, experts=experts_of(config, spec.layers))
 
 
 def _stablelm(config: HFConfig) -> ModelSpec:
@@ -328,46 +242,7 @@ def _smollm3(config: HFConfig) -> ModelSpec:
 
 def _granite(config: HFConfig) -> ModelSpec:
     """Granite 3, and what is dense of Granite 4."""
-    return _multiplied(config, llama_like(config))
-
-
-def _multiplied(config: HFConfig, spec: ModelSpec) -> ModelSpec:
-    divisor = config.get("logits_scaling", float, 1.0)
-    return replace(
-        spec,
-        attention_scale=config.get("attention_multiplier", float, 1.0),
-        embed_scale=config.get("embedding_multiplier", float, 1.0),
-        residual=config.get("residual_multiplier", float, 1.0),
-        logit_scale=1 / divisor if divisor else 0.0,
-    )
-
-
-def _granite_hybrid(config: HFConfig) -> ModelSpec:
-    """Granite 4 where all layers have attention and none has experts."""
-    kinds = config.take("layer_types")
-    if not isinstance(kinds, list) or any(
-        kind not in ("attention", "full_attention") for kind in kinds
-    ):
-        raise unsupported(
-            "Granite 4 with Mamba layers is not supported; its dense models are, such as micro"
-        )
-    if config.get("num_local_experts", int, 8):
-        raise unsupported(
-            "Granite 4 with experts is not supported; its dense models are, such as micro"
-        )
-    config.ignore("num_experts_per_tok intermediate_size init_method time_step_* mamba_*")
-    config.expect("normalization_function", "rmsnorm")
-    spec = _multiplied(config, llama_like(config, ffn="shared_intermediate_size"))
-    if len(kinds) != spec.layers:
-        raise EngineFault(
-            "model_invalid", f"layer_types names {len(kinds)} of {spec.layers} layers"
-        )
-    positions = config.raw("position_embedding_type")
-    if positions not in (None, "rope", "nope"):
-        raise unsupported(
-            f"position_embedding_type {positions!r} is not supported; known: rope, nope"
-        )
-    return spec if positions == "rope" else replace(spec, no_rope=frozenset(range(spec.layers)))
+    return multiplied(config, llama_like(config))
 
 
 def _interleaved(spec: ModelSpec) -> ModelSpec:
@@ -459,7 +334,7 @@ def _latent(config: HFConfig) -> ModelSpec:
         kv_heads=1,
         head_dim=latent.rank + latent.rotary,
         attention_scale=scale,
-        experts=_experts(config, spec.layers),
+        experts=experts_of(config, spec.layers),
     )
 
 
@@ -497,7 +372,6 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "bloom": _bloom,
     "smollm3": _smollm3,
     "granite": _granite,
-    "granitemoehybrid": _granite_hybrid,
     "glm": _glm,
     "glm4": _glm,
     "gpt_oss": _gpt_oss,
@@ -513,5 +387,5 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "ernie4_5": _ernie,
     "ernie4_5_moe": _ernie_moe,
     "stablelm": _stablelm,
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _delta_net),
+    **RECURRENT,
 }

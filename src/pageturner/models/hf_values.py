@@ -101,6 +101,10 @@ class HFConfig:
         """A value that nobody who asks later shall find, None if absent."""
         return self._values.pop(key, None)
 
+    def put(self, key: str, value: object) -> None:
+        """A value that follows from others of the file."""
+        self._values[key] = value
+
     def ignore(self, keys: str) -> None:
         """The keys of this list, in which * is any text, say nothing in this model."""
         for pattern in keys.split():

@@ -81,6 +81,8 @@ def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     f, vector = spec.family, (spec.dim,)
     shapes: dict[str, tuple[int, ...]] = _attention_shapes(spec, layer)
     before = ["attn_norm"] if f.parallel else ["attn_norm", "mlp_norm"]
+    if spec.feeds is not None:
+        before = ["mlp_norm" if layer in spec.feeds else "attn_norm"]
     if f.pre_norms:
         shapes |= dict.fromkeys(before, vector)
     if f.layer_norm:
@@ -107,12 +109,32 @@ def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
 
 def _linear_shapes(spec: ModelSpec, linear: LinearSpec) -> dict[str, tuple[int, ...]]:
     dim, heads = spec.dim, linear.value_heads
-    return {
+    shapes: dict[str, tuple[int, ...]] = {"conv": (linear.channels, linear.kernel)}
+    if linear.conv_bias:
+        shapes["conv_bias"] = (linear.channels,)
+    if linear.kind == "conv":
+        inward = (linear.width, dim)
+        return shapes | {"gate_in": inward, "z": inward, "qkv": inward, "o": inward[::-1]}
+    if linear.kind == "mamba":
+        norm = {"head_scale": (linear.values,)} if linear.norm else {}
+        return (
+            shapes
+            | norm
+            | {
+                "z": (linear.values, dim),
+                "qkv": (linear.channels, dim),
+                "a": (heads, dim),
+                "decay": (heads,),
+                "dt_bias": (heads,),
+                "skip": (heads,),
+                "linear_o" if linear.beside else "o": (dim, linear.values),
+            }
+        )
+    return shapes | {
         "qkv": (linear.channels, dim),
         "z": (linear.values, dim),
         "b": (heads, dim),
         "a": (heads, dim),
-        "conv": (linear.channels, linear.kernel),
         "decay": (heads,),
         "dt_bias": (heads,),
         "head_scale": (linear.value_dim,),
@@ -121,8 +143,11 @@ def _linear_shapes(spec: ModelSpec, linear: LinearSpec) -> dict[str, tuple[int, 
 
 
 def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    recurrent: dict[str, tuple[int, ...]] = {}
     if spec.linear is not None and layer in spec.linear.layers:
-        return _linear_shapes(spec, spec.linear)
+        recurrent = _linear_shapes(spec, spec.linear)
+    if not spec.attends(layer):
+        return recurrent
     f, dim, heads, latent = spec.family, spec.dim, spec.heads, spec.latent
     if latent is not None:
         low = {"q_down": (latent.query, dim), "query_norm": (latent.query,)}
@@ -157,7 +182,7 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]
     absent = {"v", "v_bias"} if spec.k_as_v and layer not in spec.windowed else set()
     if spec.shares(layer):
         absent = {"k", "v", "k_bias", "v_bias", "k_norm", "v_norm"}
-    return {f: shape for f, shape in shapes.items() if f not in absent}
+    return recurrent | {f: shape for f, shape in shapes.items() if f not in absent}
 
 
 def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -226,6 +251,8 @@ _WHOLE = (
     ".weight",
     "A_log",
     "ssm_a",
+    ".D",
+    "ssm_d",
 )  # names that need no ending
 _BARE = ("sinks", "gates", "ups", "downs")
 
@@ -297,6 +324,8 @@ def _layer(
             together = [f + kind for f in fields.split() if f + kind in parts]
             if together:
                 parts = fuse(parts, together, prefix + module + ending)
+    if spec.linear is not None and spec.linear.factors[4] != 1 and "a" in parts:
+        parts["a"] = replace(parts["a"], times=spec.linear.factors[4])
     if names.adapt is not None:
         parts = names.adapt(parts, spec, prefix)
     for f, part in parts.items():
@@ -395,6 +424,8 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
         router |= {"router_norm": (spec.dim,), "out_scales": (e.count,)}
     inward, outward = (e.ffn, spec.dim), (spec.dim, e.ffn)
     shapes: dict[str, tuple[int, ...]] = {"gates": inward, "ups": inward, "downs": outward}
+    if not spec.family.gated:
+        del shapes["gates"]
     if spec.family.expert_bias:
         router["router_bias"] = (e.count,)
         shapes |= {"gate_biases": (e.ffn,), "up_biases": (e.ffn,), "down_biases": (spec.dim,)}
@@ -423,7 +454,7 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
 def named(spec: ModelSpec, layer: int, field: str) -> str:
     """The field by which a table has it: the MLP of a layer with experts is their shared one, and
     the last product of a recurrent layer has a name of its own."""
-    if field == "o" and spec.linear is not None and layer in spec.linear.layers:
+    if field == "o" and spec.linear is not None and not spec.attends(layer):
         return "linear_o"
     shared = spec.sparse(layer) and field in ("gate", "up", "down")
     return f"shared_{field}" if shared else field
@@ -494,18 +525,30 @@ _GGUF = modules("""
     dt              ssm_dt
     head_scale      ssm_norm
     linear_o        ssm_out
+    skip            ssm_d
+""")
+_GGUF_CONV = modules("""
+    norm      token_embd_norm
+    conv      shortconv.conv
+    linear_o  shortconv.out_proj
 """)
 # Architectures that call a tensor otherwise.
 _GGUF_OWN = {
     **{key: {"mlp_norm": "post_attention_norm"} for key in ("gpt-oss", "seed_oss", "glm4moe")},
     "deepseek2": {"k": "attn_kv_a_mqa"},
     **{key: {"mlp_norm": "post_attention_norm"} for key in ("qwen35", "qwen35moe", "qwen3next")},
+    **dict.fromkeys(("lfm2", "lfm2moe"), _GGUF_CONV),
+    "nemotron_h": {"mlp_norm": "attn_norm"},
+    "nemotron_h_moe": {"mlp_norm": "attn_norm"},
     "arcee": {"gate": "ffn_up"},  # relu(x) x is the square of relu
     "gemma4": {f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 _QKV, _GATE_UP = {"q k v": "attn_qkv"}, {"gate up": "ffn_up"}
 _GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GATE_UP}
 _GGUF_FUSED |= {"phi2": _QKV, "chatglm": _QKV | _GATE_UP}
+_MAMBA_ARCHES = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
+_GGUF_FUSED |= {key: {"gate_in z qkv": "shortconv.in_proj"} for key in ("lfm2", "lfm2moe")}
+_GGUF_FUSED |= {key: {"z qkv a": "ssm_in"} for key in _MAMBA_ARCHES}
 
 
 def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
@@ -518,10 +561,14 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     if spec.experts is not None and present(f"blk.{min(spec.experts.layers)}.{joined}"):
         stacked, downs = "joined", "ffn_down_exps.weight"
         table = table | {"gates": joined, "ups": joined, "downs": downs}
-    adapt = None
+    adapt: Callable[[Parts, ModelSpec, str], Parts] | None = None
     if spec.arch == "qwen3next":
         qkvz = "ssm_in" if present("blk.0.ssm_in.weight") else ""
         adapt = partial(by_key_head, qkvz, "ssm_ba")
+    if spec.linear is not None and spec.linear.kind == "mamba":
+        adapt = _in_rows
+    if table["norm"] == "token_embd_norm" and not present("token_embd_norm.weight"):
+        table = table | {"norm": "output_norm"}
     names = Names(table, ("",), "blk.", fused, adapt, stacked=stacked)
     layout = layout_of(spec, names, present)
     for parts in layout.layers:
@@ -530,6 +577,18 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     if spec.experts is not None or spec.linear is not None:
         layout = replace(layout, foreign=layout.foreign + second_token_layers("blk.", spec))
     return layout
+
+
+def _in_rows(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
+    """The numbers of Mamba2's heads and groups, each of which is a row."""
+    linear = spec.linear
+    if linear is not None and "conv" in parts:
+        rows = {"decay": linear.value_heads, "skip": linear.value_heads}
+        rows["head_scale"] = linear.key_heads
+        for f in rows.keys() & parts.keys():
+            shape = (rows[f], parts[f].shape[0] // rows[f])
+            parts[f] = replace(parts[f], shape=shape)
+    return parts
 
 
 def by_key_head(qkvz: str, ba: str, parts: Parts, spec: ModelSpec, prefix: str) -> Parts:

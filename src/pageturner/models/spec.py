@@ -18,6 +18,7 @@ from pageturner.kernels.base import (
     F32,
     GATED,
     GPU_HEAD_MULTIPLE,
+    SQUARED,
     AttentionShape,
     KVSpec,
 )
@@ -94,7 +95,7 @@ class ExpertSpec:
     shared       inner size of the MLP that all tokens go through beside it; 0: none
     normalise, scoring, scale, weigh_input   see kernels.layer_parts.Experts
     switched     the shared MLP is weighed by the sigmoid of a product of its own
-    biased, groups, kept, best   see models.expert_choice; biased: there is a bias
+    biased, groups, kept, best, extra   see models.expert_choice; biased: there is a bias
     normed       the shared MLP is one of its own beside them: see kernels.layer_parts.Experts.norm
     """
 
@@ -113,6 +114,7 @@ class ExpertSpec:
     kept: int = 1
     best: int = 1
     normed: bool = False
+    extra: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +132,22 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """Gated delta nets, which `layers` have in the place of attention.
+    """Recurrent layers, which `layers` are in the place of attention.
 
     kernel     positions that the convolution sees
     tiled      value head h goes with key head h % key_heads, not with h // (value_heads /
                key_heads)
     log_decay  the file has the logarithms of the rates of decay, and not the rates
     act        of the gate of the outputs: "silu" or "sigmoid"
+    kind       "delta" (gated delta nets), "mamba" (Mamba2: its groups are the key heads), or "conv"
+               (short convolutions, which have no heads)
+    width      channels of short convolutions
+    conv_bias  the convolution has a bias
+    limits     of time steps (Mamba2)
+    norm       of the outputs of Mamba2, each of whose groups is normed: "behind" their gate,
+               "before" it, or "" (none)
+    beside     attention stands beside each of them, not in another layer
+    factors    of what goes into Mamba2: the gate, x, B, C, and the time steps
     """
 
     layers: frozenset[int]
@@ -148,6 +159,13 @@ class LinearSpec:
     tiled: bool = False
     log_decay: bool = False
     act: str = "silu"
+    kind: str = "delta"
+    width: int = 0
+    conv_bias: bool = False
+    limits: tuple[float, float] = (0.0, math.inf)
+    norm: str = "behind"
+    beside: bool = False
+    factors: tuple[float, ...] = (1.0,) * 5
 
     @property
     def keys(self) -> int:
@@ -160,7 +178,15 @@ class LinearSpec:
     @property
     def channels(self) -> int:
         """Columns that go through the convolution: queries, keys, values."""
-        return 2 * self.keys + self.values
+        return self.width or 2 * self.keys + self.values
+
+    @property
+    def weights(self) -> int:
+        """Weights of the products of a layer, for each number that goes in."""
+        if self.kind == "conv":
+            return 4 * self.width
+        gates = 2 if self.kind == "delta" else 1
+        return self.channels + 2 * self.values + gates * self.value_heads
 
     def storage(self, dtype: str) -> RecurrentSpec:
         """The storage of their states; tails are of the KV type, or fp16 where that is none of
@@ -207,7 +233,11 @@ class ModelSpec:
                   them that is of its kind (windowed or not)
     sharing_ffn   inner size of the MLP in these; 0: `ffn`
     k_as_v        layers without a window have no matrix of values: the product of K is taken
-    linear        the layers that are gated delta nets
+    linear        the layers that are recurrent
+    feeds         the layers that are an MLP or experts alone, where all others are without one;
+                  None: each layer has both parts
+    mlp_factors   of the products of gate and down; mixer_factors of what attention adds, and of
+                  what a recurrent layer beside it does
     per_layer     size of the embedding of each token in each layer; 0: there is none
     """
 
@@ -245,6 +275,9 @@ class ModelSpec:
     k_as_v: bool = False
     per_layer: int = 0
     linear: LinearSpec | None = None
+    feeds: frozenset[int] | None = None
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
+    mixer_factors: tuple[float, float] = (1.0, 1.0)
 
     @property
     def active(self) -> int:
@@ -264,6 +297,8 @@ class ModelSpec:
         """The inner size of the MLP that all tokens go through; 0 where there is none."""
         if self.experts is not None and layer in self.experts.layers:
             return self.experts.shared
+        if self.feeds is not None and layer not in self.feeds:
+            return 0
         return self.sharing_ffn or self.ffn if self.shares(layer) else self.ffn
 
     def shares(self, layer: int) -> bool:
@@ -272,15 +307,20 @@ class ModelSpec:
 
     def attention_weights(self, layer: int) -> int:
         """Weights of the attention of one layer."""
-        latent, linear = self.latent, self.linear
+        latent, linear, recurrent = self.latent, self.linear, 0
+        if self.feeds is not None and layer in self.feeds:
+            return 0
         if linear is not None and layer in linear.layers:
-            return self.dim * (linear.channels + 2 * linear.values + 2 * linear.value_heads)
+            recurrent = self.dim * linear.weights
+            if not linear.beside:
+                return recurrent
         if latent is None:
             shape = self.attention(layer, self.context)
             of_kv = 1 if self.k_as_v and layer not in self.windowed else 2
             of_kv = 0 if self.shares(layer) else of_kv
             of_heads = (3 if self.family.attn_gate else 2) * shape.heads
-            return self.dim * shape.head_dim * (of_heads + of_kv * shape.kv_heads)
+            of_heads += of_kv * shape.kv_heads
+            return recurrent + self.dim * shape.head_dim * of_heads
         head = latent.nope + latent.rotary + latent.value
         inner = self.heads * latent.rank * (latent.nope + latent.value)
         if latent.query:
@@ -352,7 +392,7 @@ class ModelSpec:
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str, gpu_kv: bool = False) -> KVSpec:
         """The KV storage of all layers; gpu_kv: as GPUs store it."""
-        layers = self.layers - self.sharing - self.recurrent
+        layers = self.kv_layers
         one = KVSpec(
             layers,
             blocks,
@@ -377,9 +417,19 @@ class ModelSpec:
         return sum(self.attention(layer, positions).window > 0 for layer in layers)
 
     @property
-    def recurrent(self) -> int:
-        """The number of layers that keep a state in place of KV."""
-        return len(self.linear.layers) if self.linear is not None else 0
+    def kv_layers(self) -> int:
+        """The number of layers that have KV of their own."""
+        without = self.sharing + len(self.feeds or ())
+        if self.linear is not None and not self.linear.beside:
+            without += len(self.linear.layers)
+        return self.layers - without
+
+    def attends(self, layer: int) -> bool:
+        """Return whether the layer has attention."""
+        if self.feeds is not None and layer in self.feeds:
+            return False
+        linear = self.linear
+        return linear is None or linear.beside or layer not in linear.layers
 
     def sparse(self, layer: int) -> bool:
         """Return whether the layer has experts in place of one MLP."""
@@ -423,7 +473,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         ),
         f"norm epsilon {spec.eps}": not 0 <= spec.eps < 1,
         f"attention scale {spec.attention_scale}": not 0 < spec.attention_scale < math.inf,
-        f"activation {spec.family.act!r}": spec.family.act not in (*ACTIVATIONS, GATED),
+        f"activation {spec.family.act!r}": spec.family.act not in (*ACTIVATIONS, GATED, SQUARED),
         f"a window of {spec.window} tokens": not 0 <= spec.window < LARGEST,
         f"soft caps {spec.soft_cap}, {spec.logit_soft_cap}": not (
             0 <= spec.soft_cap < math.inf and 0 <= spec.logit_soft_cap < math.inf
@@ -488,17 +538,23 @@ def _linear_problems(spec: ModelSpec, linear: LinearSpec) -> dict[str, bool]:
     sizes = (linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim)
     if linear.value_dim % COLUMNS or not 1 < linear.kernel <= CHUNK:
         raise unsupported(
-            f"a gated delta net with heads of {linear.value_dim} and a convolution over"
+            f"a recurrent layer with heads of {linear.value_dim} and a convolution over"
             f" {linear.kernel} positions is not supported: heads are multiples of {COLUMNS}"
         )
-    return {
-        f"a gated delta net of sizes {sizes}": not all(0 < size < LARGEST for size in sizes),
+    low, high = linear.limits
+    found = {
+        f"{len(linear.layers)} of {spec.layers} layers that are recurrent": not linear.layers
+        or spec.kv_layers < 1,
+        f"a gate by {linear.act!r}": linear.act not in ("silu", "sigmoid"),
+        f"time steps of {low} to {high}": not 0 <= low < high,
+        f"multipliers of {linear.factors}": not all(1 / HUGE < f < HUGE for f in linear.factors),
+    }
+    if linear.kind == "conv":
+        return found | {f"{linear.width} channels": not 0 < linear.width < LARGEST}
+    return found | {
+        f"a recurrent layer of sizes {sizes}": not all(0 < size < LARGEST for size in sizes),
         f"{linear.value_heads} value heads for {linear.key_heads} key heads": linear.key_heads < 1
         or linear.value_heads % linear.key_heads != 0,
-        f"{len(linear.layers)} of {spec.layers} layers that are recurrent": not 0
-        < len(linear.layers)
-        < spec.layers,
-        f"a gate by {linear.act!r}": linear.act not in ("silu", "sigmoid"),
     }
 
 

@@ -21,13 +21,13 @@ from pageturner.formats.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
-from pageturner.kernels.layer_parts import Experts, Latent, Linear, PerLayer
-from pageturner.kernels.recurrent import Conv, GatedNorm, Rates, StateRule
+from pageturner.kernels.layer_parts import Experts, Latent, PerLayer
 from pageturner.models.expert_choice import ExpertChoice
 from pageturner.models.head_norms import HeadNorms
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import in_place, quantise, quantization_of, rounded, widened
+from pageturner.models.recurrent_weights import EXACT, MATRICES, NUMBERS, linear_part
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, rope_tables
 from pageturner.models.shard import Shard
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
@@ -253,12 +253,14 @@ def load_weights(
             f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()
         }
         parts = layout.layers[i]
-        packed = {f: pack(f, part, i) for f, part in parts.items() if f != "conv"}
+        packed = {f: pack(f, part, i) for f, part in parts.items() if f not in NUMBERS}
         layer = Layer(
             **_fields(packed, several),
-            linear=_linear(spec, packed, _conv_weight(file, parts["conv"]))
+            linear=linear_part(spec, packed, partial(_numbers, file, parts), i)
             if "conv" in parts
             else None,
+            mlp_factors=spec.mlp_factors,
+            mixer_factors=spec.mixer_factors,
             shape=_shape(spec.attention(i, positions), _sinks(file, layout.layers[i]), shard),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
@@ -312,7 +314,7 @@ class _Packing:
         if self.cache is not None and (found := self.cache.take(name)) is not None:
             return found.kind, tuple(found.weight.shape), found.weight
         tensor = read_part(self.file, part)
-        if self.dtype == "float32" or field in _EXACT:
+        if self.dtype == "float32" or field in EXACT:
             tensor = _as_float32(tensor)
         cut = self.shard is not None and self.shard.cuts_columns(field)
         if tensor.order is not None and (cut or "ordered" not in self.ops.features):
@@ -333,11 +335,11 @@ class _Packing:
 
 def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -> dict[str, Any]:
     """The fields of `Layer` that hold weights."""
-    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "q", "k", "v")
+    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "q", "k", "v", "o")
     fields = dict.fromkeys(absent) | {
         f: w
         for f, w in packed.items()
-        if f not in (*_LATENT, *_LINEAR, *_PER_LAYER, "sinks", "out_scale")
+        if f not in (*_LATENT, *MATRICES, *_PER_LAYER, "sinks", "out_scale")
     }
     if "k_up" in several:
         q_rope, k_rope, norm, *low = (packed.get(field) for field in _LATENT)
@@ -345,39 +347,12 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
     return fields
 
 
-def _linear(spec: ModelSpec, packed: dict[str, Weight], conv: F32) -> Linear:
-    about = spec.linear
-    assert about is not None
-    decay = packed["decay"]
-    if about.log_decay:
-        decay = -np.exp(decay)
-    together = ("qkv",) if "qkv" in packed else ("queries", "keys", "values")
-    return Linear(
-        tuple(packed[field] for field in together),
-        packed["z"],
-        packed["a"],
-        packed["b"],
-        packed["head_scale"],
-        conv=Conv(conv),
-        rates=Rates(decay, packed["dt_bias"]),
-        rule=StateRule(delta=True, tiled=about.tiled),
-        norm=GatedNorm(spec.eps, about.value_dim, gate_first=False, act=about.act),
-        keys=about.keys,
-        key_dim=about.key_dim,
-    )
+def _numbers(file: TensorFile, parts: dict[str, Part], field: str) -> F32:
+    """What a recurrent layer does not multiply by as a matrix: fp32, in the shape of its file."""
+    tensor = _as_float32(read_part(file, parts[field]))
+    return tensor.data.view(np.float32).reshape(tensor.shape)
 
 
-def _conv_weight(file: TensorFile, part: Part) -> F32:
-    """The weights of a convolution [kernel, channels]."""
-    tensor = _as_float32(read_part(file, part))
-    return np.ascontiguousarray(tensor.data.view(np.float32).reshape(tensor.shape).T)
-
-
-_EXACT = ("a", "b")  # a recurrence multiplies their errors
-_LINEAR = (
-    *("qkv", "queries", "keys", "values", "z", "a", "b"),
-    *("decay", "dt_bias", "head_scale"),
-)
 _LATENT = ("q_rope", "k_rope", "latent_norm", "q_down", "query_norm")
 _PER_LAYER = ("layer_project", "layer_norm", "layer_gate", "layer_out", "layer_post_norm")
 
@@ -463,11 +438,11 @@ def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts
     routing = (spec.top_k, spec.normalise, spec.scoring, spec.scale, spec.weigh_input)
     (router,), (bias,) = packed["router"], packed.get("router_bias", (None,))
     experts = Experts(
-        router, packed["gates"], packed["ups"], packed["downs"], *routing, bias, *biases
+        router, packed.get("gates", ()), packed["ups"], packed["downs"], *routing, bias, *biases
     )
-    if spec.biased or spec.groups > 1:
+    if spec.biased or spec.groups > 1 or spec.extra:
         preferred = packed.get("choice_bias", (None,))[0]
-        sizes = (spec.groups, spec.kept, spec.best)
+        sizes = (spec.groups, spec.kept, spec.best, spec.extra)
         choice = ExpertChoice(spec.top_k, spec.normalise, preferred, *sizes)
         experts = replace(experts, choice=choice)
     beside = {name: packed.get(field, (None,))[0] for name, field in _BESIDE.items()}
@@ -541,7 +516,7 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
     tensor = Tensor(part.name, kind, shape, data, order=order)
     if kind == "NVFP4":
         tensor = _scaled(file, part, tensor)
-    if len(shape) == 1:
+    if len(shape) == 1 or (part.times != 1 and not part.by):
         tensor = _as_float32(tensor, part.plus, part.times)
     if part.unit:
         tensor = _as_float32(tensor)
