@@ -16,7 +16,7 @@ from pageturner.request import Request
 from support.decoding import backend
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
-NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+NAMES = ("qwen3_5", "lfm2", "lfm2_moe", "granite_h", "granite_h_dense", "nemotron_h", "nemotron_h_moe", "falcon_h1", "falcon_h1_norm")
 
 
 @cache
@@ -72,7 +72,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-@pytest.mark.parametrize("name", NAMES[:1])
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_changes_a_bit(name: str, setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     engine = model(name).engine(setup)
     for turn in range(2):  # the second finds what the first left

@@ -199,6 +199,8 @@ def test_a_folder_says_what_its_tensors_take(family: str) -> None:
 # of heads, and layers that share KV
 NOT_USUAL = {"granitemoehybrid", "llama4_text", "gemma4_e2b", "gemma4_31b", "gemma4_26b"}
 NOT_USUAL |= {"qwen3_5", "qwen3_5_moe", "qwen3_next"}  # states in place of KV
+NOT_USUAL |= {"lfm2", "lfm2_moe", "granite_h", "granite_h_dense", "nemotron_h", "nemotron_h_moe"}
+NOT_USUAL |= {"falcon_h1", "falcon_h1_norm"}
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_USUAL])

@@ -141,7 +141,7 @@ def _limits(said: object) -> tuple[float, float]:
 def _granite_hybrid(config: HFConfig) -> ModelSpec:
     """Granite 4: attention and Mamba2, dense or with experts beside the MLP."""
     kinds = config.take("layer_types")
-    config.ignore("init_method normalization_function")
+    config.ignore("init_method")
     config.expect("normalization_function", "rmsnorm")
     spec = multiplied(config, llama_like(config, ffn="shared_intermediate_size"))
     kinds = _kinds(kinds, spec.layers, _GRANITE)
@@ -159,7 +159,7 @@ def _granite_hybrid(config: HFConfig) -> ModelSpec:
     config.ignore("num_experts_per_tok intermediate_size")
     layers, inner = _those(kinds, "mamba"), config.size("mamba_expand", 2) * spec.dim
     linear = _mamba(config, layers, inner) if layers else None
-    config.ignore("mamba_*")
+    config.ignore("mamba_* time_step_*")
     positions = config.raw("position_embedding_type")
     if positions not in (None, "rope", "nope"):
         raise unsupported(
@@ -192,7 +192,7 @@ def _nemotron_h(config: HFConfig) -> ModelSpec:
         assert experts is not None
         experts = replace(experts, layers=sparse)
     config.ignore("moe_* n_routed_experts n_shared_experts norm_topk_prob routed_scaling_factor")
-    config.ignore("num_experts_per_tok topk_group")
+    config.ignore("num_experts_per_tok topk_group scoring_func topk_method")
     return replace(
         spec,
         linear=_mamba(config, _those(kinds, "mamba"), 0),

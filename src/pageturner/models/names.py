@@ -526,6 +526,7 @@ _GGUF = modules("""
     head_scale      ssm_norm
     linear_o        ssm_out
     skip            ssm_d
+    gate_in         shortconv.in_proj
 """)
 _GGUF_CONV = modules("""
     norm      token_embd_norm
