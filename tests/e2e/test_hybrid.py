@@ -16,7 +16,17 @@ from pageturner.request import Request
 from support.decoding import backend
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
-NAMES = ("qwen3_5", "lfm2", "lfm2_moe", "granite_h", "granite_h_dense", "nemotron_h", "nemotron_h_moe", "falcon_h1", "falcon_h1_norm")
+NAMES = (
+    "qwen3_5",
+    "lfm2",
+    "lfm2_moe",
+    "granite_h",
+    "granite_h_dense",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "falcon_h1",
+    "falcon_h1_norm",
+)
 
 
 @cache

@@ -143,6 +143,9 @@ def tensors_of(folder: Path) -> Tensors:
         found |= {f"blk.{layer}.{key}": part for key, part in of_layer(spec, rest, x).items()}
     for key, each in experts.items():
         found[key] = np.stack([each[i] for i in sorted(each)])
+    if spec.arch == "falcon_h1":  # as llama.cpp's converter calls it
+        bare = ".ffn_norm.weight"
+        found = {key.replace(bare, ".ffn_norm"): x for key, x in found.items()}
     return found
 
 

@@ -567,7 +567,7 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         qkvz = "ssm_in" if present("blk.0.ssm_in.weight") else ""
         adapt = partial(by_key_head, qkvz, "ssm_ba")
     if spec.linear is not None and spec.linear.kind == "mamba":
-        adapt = _in_rows
+        adapt = partial(_in_rows, present("blk.0.ffn_norm"))
     if table["norm"] == "token_embd_norm" and not present("token_embd_norm.weight"):
         table = table | {"norm": "output_norm"}
     names = Names(table, ("",), "blk.", fused, adapt, stacked=stacked)
@@ -580,9 +580,12 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     return layout
 
 
-def _in_rows(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
-    """The numbers of Mamba2's heads and groups, each of which is a row."""
+def _in_rows(bare: bool, parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
+    """The numbers of Mamba2's heads and groups, each of which is a row. bare: the norm before the
+    MLP has no ending (Falcon-H1)."""
     linear = spec.linear
+    if bare:
+        parts["mlp_norm"] = replace(parts["mlp_norm"], name=f"{prefix}ffn_norm")
     if linear is not None and "conv" in parts:
         rows = {"decay": linear.value_heads, "skip": linear.value_heads}
         rows["head_scale"] = linear.key_heads

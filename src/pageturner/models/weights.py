@@ -348,7 +348,7 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
 
 
 def _numbers(file: TensorFile, parts: dict[str, Part], field: str) -> F32:
-    """What a recurrent layer does not multiply by as a matrix: fp32, in the shape of its file."""
+    """The numbers of one field of a recurrent layer: fp32, in the shape of its file."""
     tensor = _as_float32(read_part(file, parts[field]))
     return tensor.data.view(np.float32).reshape(tensor.shape)
 

@@ -1,0 +1,144 @@
+"""Short convolutions and Mamba2: tiny random models of LFM2, Granite 4 H, Nemotron-H and Falcon-H1 beside
+Transformers, as folders and GGUF files, in crowds, after crashes; sizes of the published ones; refusals.
+
+    python bench/accept/hybrid_families.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parent)]
+
+import harness
+import hybrid_state
+import numpy as np
+from harness import ROOT, Line
+
+TESTS = ROOT / "tests"
+sys.path += [str(TESTS), str(TESTS / "models"), str(TESTS / "e2e")]
+
+import test_hybrid as crowds  # noqa: E402
+import test_recurrent_configs as published  # noqa: E402
+from test_gguf_mamba import ARCHES, FAMILIES, written  # noqa: E402
+
+from pageturner.errors import EngineFault  # noqa: E402
+from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
+from pageturner.kernels.reference import ReferenceOps  # noqa: E402
+from pageturner.models.load import load_model  # noqa: E402
+from support.decoding import Decoding  # noqa: E402
+from support.engines import Setup, answers  # noqa: E402
+
+BOUND = 2e-5  # of the largest logit
+BLOCKS = (1, 16, 32, 48, 256)
+NAMES = (*ARCHES, "falcon_h1_norm")
+
+
+def lines(options: argparse.Namespace) -> Iterator[Line]:
+    """Everything, model by model."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in NAMES:
+            yield from transformers_lines(Path(folder), name)
+    for name in NAMES:
+        yield bits_line(name)
+        yield crash_line(name)
+    for name in published.SIZES:
+        yield size_line(name)
+    yield refusal_line()
+
+
+def transformers_lines(folder: Path, name: str) -> Iterator[Line]:
+    truth = dict(np.load(FAMILIES / name / "golden.npz"))
+    paths = [FAMILIES / name]
+    if name in ARCHES:
+        paths.append(written(folder / f"{name}.gguf", name))
+    worst, equal, tokens = 0.0, 0, 0
+    for path, ops in itertools.product(paths, (ReferenceOps(), NativeOps(threads=2))):
+        runs = Decoding(load_model(path, ops, dtype="float32"), ops)
+        for i in range(2):
+            prompt, expected = truth[f"prompt_{i}"].tolist(), truth[f"logits_{i}"]
+            logits = runs.step([(f"l{i}", prompt)])[0][-len(expected) :]
+            worst = max(worst, float(np.abs(logits - expected).max() / np.abs(expected).max()))
+            wanted = truth[f"greedy_{i}"].tolist()
+            found, _ = runs.greedy(f"g{i}", prompt, len(wanted))
+            equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+            tokens += len(wanted)
+    forms = ("folder", "folder and GGUF file")[len(paths) - 1]
+    what = f"{name}: logits beside Transformers, {forms}, reference and native"
+    yield Line(what, f"{worst:.1e}", worst <= BOUND)
+    yield Line(f"{name}: greedy tokens", f"{equal} of {tokens} equal", equal == tokens)
+
+
+def bits_line(name: str) -> Line:
+    """Every answer alone is the truth; twice in each setup, so that the second finds snapshots."""
+    setups = [*crowds.SETUPS.values()]
+    setups += [
+        Setup(block_size=size, token_budget=budget) for size in BLOCKS for budget in (16, 512)
+    ]
+    truth = crowds.truth(name)
+    differ = count = cached = preempted = 0
+    for setup in setups:
+        engine = crowds.model(name).engine(setup)
+        for _ in range(2):
+            found = answers(engine, crowds.requests())
+            differ += sum(found[i] != truth[i] for i in truth)
+            count += len(truth)
+        stats = engine.stack.scheduler.stats()
+        cached += int(stats["cached_tokens"])
+        preempted += int(stats["preemptions"])
+    figure = (
+        f"{differ} of {count} answers differ; {cached:,} tokens cached, {preempted} preemptions"
+    )
+    what = f"{name}: bits of crowds, chunks, blocks of {'/'.join(map(str, BLOCKS))}, cache, drafts"
+    return Line(what, figure, differ == 0 and cached > 0 and preempted > 0)
+
+
+def crash_line(name: str) -> Line:
+    """Three engines that are gone in decode, and the next on their memory."""
+    fd = os.memfd_create("states")
+    whole, _ = hybrid_state.go_on(name, None, {}, 1 << 30)
+    done: dict[int, list[int]] = {}
+    worst = 0.0
+    for steps in (17, 31, 1 << 30):
+        done, again = hybrid_state.go_on(name, fd, done, steps)
+        worst = max(worst, again)
+    os.close(fd)
+    equal = "equal" if done == whole else "differ"
+    figure = f"at most {worst:.0f} tokens of 4 streams computed again, answers {equal}"
+    most = 4 * (hybrid_state.CHUNK - 1)
+    return Line(f"{name}: crashes in decode", figure, done == whole and worst <= most)
+
+
+def size_line(name: str) -> Line:
+    values, layers, token, state = published.SIZES[name]
+    spec = published.read(values)
+    assert spec.linear is not None
+    found = (
+        len(spec.linear.layers),
+        spec.kv_spec(1, 1, "float16").bytes_per_token,
+        spec.linear.storage("float16").state_bytes,
+    )
+    figure = f"{found[0]} recurrent layers, KV of a token {found[1]:,} B, a state {found[2]:,} B"
+    return Line(f"{name}: sizes beside sums by hand", figure, found == (layers, token, state))
+
+
+def refusal_line() -> Line:
+    """Everything that is not built says its name."""
+    nano, named = published.NANO_30B, []
+    for key, value in (("n_group", 4), ("moe_latent_size", 1024), ("use_bias", True)):
+        try:
+            published.read(nano | {key: value})
+        except EngineFault as fault:
+            named += [key] * (key in fault.message)
+    return Line("refused by name", ", ".join(named), len(named) == 3)
+
+
+if __name__ == "__main__":
+    run = {"families": lambda: lines(argparse.Namespace())}
+    sys.exit(harness.run("hybrid_families", run))
