@@ -3,6 +3,7 @@
     python bench/accept/hybrid.py [--only gemma ...] [options of parts]
 
 gemma   Gemma 4: logits, tokens and bits of tiny models, folders and GGUF files, quantised; plans; refusals
+families  LFM2, Granite 4 H, Nemotron-H, Falcon-H1: logits, tokens, bits, crashes, sizes, refusals
 state   recurrent layers in the engine: tiny models beside Transformers, crashes, reuse of prefixes, plans
 linear  kernels of recurrent layers: bits, errors, the time of a token beside the plain recurrence
 
