@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -37,6 +38,11 @@ from support.engines import Setup, answers  # noqa: E402
 
 BOUND = 2e-5  # of the largest logit
 BLOCKS = (1, 16, 32, 48, 256)
+SHAPE = published.LFM2 | {
+    **{"vocab_size": 512, "hidden_size": 64, "block_ff_dim": 96, "block_multiple_of": 32},
+    **{"num_attention_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4},
+    **{"full_attn_idxs": [2], "max_position_embeddings": 16384, "dtype": "float32"},
+}
 NAMES = (*ARCHES, "falcon_h1_norm")
 
 
@@ -50,6 +56,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         yield crash_line(name)
     for name in published.SIZES:
         yield size_line(name)
+    yield from reuse_lines()
     yield refusal_line()
 
 
@@ -126,6 +133,28 @@ def size_line(name: str) -> Line:
     )
     figure = f"{found[0]} recurrent layers, KV of a token {found[1]:,} B, a state {found[2]:,} B"
     return Line(f"{name}: sizes beside sums by hand", figure, found == (layers, token, state))
+
+
+def reuse_lines() -> Iterator[Line]:
+    """Small states, one at every boundary: traffic of hybrid_state on a shape of LFM2."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
+        for what, traffic, least in (
+            ("repeated prefixes", hybrid_state.documents(60), 0.98),
+            ("chats of 12 turns", hybrid_state.chats(6), 0.97),
+            ("prefixes cut at random", hybrid_state.cut(60), 0.95),
+        ):
+            built = hybrid_state.engine(
+                Path(folder),
+                load_format="dummy",
+                max_num_seqs=4,
+                kv_cache_memory=12 << 20,
+                max_num_batched_tokens=2048,
+                max_model_len=12_000,
+            )
+            share, tokens = hybrid_state.shared(built.engine, traffic)
+            figure = f"{share:.1%} of {tokens:,} tokens; {built.sizes.states} states, {built.sizes.blocks} blocks"
+            yield Line(f"LFM2's shape, {what}: at least {least:.0%}", figure, share >= least)
 
 
 def refusal_line() -> Line:

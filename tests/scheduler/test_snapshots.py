@@ -131,3 +131,17 @@ def test_chats_are_reused() -> None:
         traffic.append((said[user], len(prompt), known))
     share = shared(pool_of(120), traffic)
     assert share > 0.97, share
+
+
+def test_small_states_stay_at_every_boundary() -> None:
+    """Where there is a slot for each that the blocks have room for, a prompt loses less than a chunk."""
+    pool, tokens = pool_of(600, blocks=1000), list(range(7000))
+    pool.release(compute(pool, tokens))
+    assert kept(pool, tokens) == list(range(32, 7000, 32))
+    for i in range(300):  # more slots are wanted than there are: what was used last stays
+        pool.release(compute(pool, [10_000 + i] * 40))
+        if i % 20 == 0:
+            again = compute(pool, [*tokens[:6000], 9])
+            assert again.cached == 6000 // 32 * 32
+            pool.release(again)
+    check_pool(pool, [])

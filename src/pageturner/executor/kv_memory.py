@@ -125,7 +125,8 @@ def _with_states(
     state, tail = sizes
     seats = min(config.max_num_seqs, int((total * SEATS / (state + tail) - 1) // 2))
     rest = total - (2 * seats + 1) * (state + tail)
-    kept = SNAPSHOTS if config.enable_prefix_caching else 0.0
+    share = state / (state + form.one.nbytes * CHUNK / config.block_size)  # one at every boundary
+    kept = min(SNAPSHOTS, share) if config.enable_prefix_caching else 0.0
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = int(rest * (1 - kept)) // form.one.nbytes
     if not config.enable_prefix_caching or not config.kv_cache_memory:

@@ -35,7 +35,8 @@ class Snapshots(MutableMapping[int, None]):
     """The cached states of a pool, in the place of `Store.cached` and `Store.oldest`.
 
     A step keeps the states at multiples of `every`, where its prompt parts from others that are
-    cached, and before the end of the prompt, and others while they cost nothing. When there is no
+    cached, and before the end of the prompt, and others while they cost nothing: all of them where
+    there is a slot for each that the KV cache has room for (LFM2). When there is no
     room, states go that sequences passed without a reason to keep them; then the one that saves the
     fewest tokens, times its uses, where all others gain in worth whenever one goes (greedy dual
     size frequency, Cherkasova 1998).
@@ -44,6 +45,8 @@ class Snapshots(MutableMapping[int, None]):
     def __init__(self, pool: BlockPool, every: int) -> None:
         self._pool, self._store = pool, pool.states
         self._every = -(-max(every, 1) // pool.grain) * pool.grain
+        room = self._store.num_blocks * pool.grain
+        self._all = room >= pool.full.num_blocks * pool.block_size
         self._known: dict[int, Snapshot] = {}
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._kept: dict[int, int] = {}  # slot -> its worth
@@ -54,10 +57,13 @@ class Snapshots(MutableMapping[int, None]):
     def wanted(self, seq: Sequence, start: int, end: int) -> Iterable[int]:
         """The positions behind `start`, up to `end`, whose states are to be kept; more of them
         while half of the memory is empty, which go as those do that were passed."""
+        grain = self._pool.grain
+        if self._all:
+            return range((start // grain + 1) * grain, end + 1, grain)
         found = self._reasons(seq, start, end)
         empty = self._store.available - len(self)
         if 2 * empty > self._store.num_blocks:
-            apart = max(self._every // FINER // self._pool.grain, 1) * self._pool.grain
+            apart = max(self._every // FINER // grain, 1) * grain
             found.update(range((start // apart + 1) * apart, end + 1, apart))
         return sorted(found)
 
