@@ -138,6 +138,7 @@ NANO_9B: Json = _MAMBA | {  # v2
     "hidden_size": 4480,
     "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
     "intermediate_size": 15680,
+    "mamba_head_dim": 80,
     "mamba_num_heads": 128,
     "num_attention_heads": 40,
     "num_hidden_layers": 56,
@@ -166,7 +167,7 @@ NANO_30B: Json = _MAMBA | {  # Nemotron 3
     "routed_scaling_factor": 2.5,
     "topk_group": 1,
 }
-FALCON: Json = {  # 1.5B-Instruct
+FALCON: Json = {
     "model_type": "falcon_h1",
     "attention_bias": False,
     "attention_in_multiplier": 1.0,
@@ -226,9 +227,9 @@ SIZES = {
     "LFM2-1.2B": (LFM2, 10, 6 * 8 * 64 * 4, 10 * 2 * 2048 * 2),
     "LFM2-8B-A1B": (LFM2_MOE, 18, 6 * 8 * 64 * 4, 18 * 2 * 2048 * 2),
     "Granite 4 H Tiny": (GRANITE, 36, 4 * 4 * 128 * 4, mamba_state(36, 48, 64, 128, 1)),
-    "Nemotron Nano 9B v2": (NANO_9B, 27, 4 * 8 * 128 * 4, mamba_state(27, 128, 64, 128, 8)),
+    "Nemotron Nano 9B v2": (NANO_9B, 27, 4 * 8 * 128 * 4, mamba_state(27, 128, 80, 128, 8)),
     "Nemotron 3 Nano": (NANO_30B, 23, 6 * 2 * 128 * 4, mamba_state(23, 64, 64, 128, 8)),
-    "Falcon-H1-1.5B": (FALCON, 24, 24 * 2 * 128 * 4, mamba_state(24, 48, 64, 256, 1)),
+    "Falcon-H1 of 24 layers": (FALCON, 24, 24 * 2 * 128 * 4, mamba_state(24, 48, 64, 256, 1)),
 }
 
 
