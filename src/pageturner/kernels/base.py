@@ -210,6 +210,7 @@ class Layer:
     per_layer: PerLayer | None = None
     out_scale: float = 1.0  # what comes out of the layer is multiplied by it
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
+    native_mlp: Any = field(default=None, repr=False)  # the same for its MLP and experts
 
     @property
     def writes(self) -> bool:

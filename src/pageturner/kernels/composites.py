@@ -228,6 +228,7 @@ def _add_mlp(ops: Ops, adapted: Adapted | None, x: Array, h: Array, layer: Layer
         if switch is not None:
             scores = ops.route(ops.linear(h, switch), 1, False, "sigmoid")[1]
             y = ops.scale_rows(y, scores[:, 0], np.arange(len(scores), dtype=np.int32))
+            return _add_part(ops, ops.add_experts(x, h, layer), y, layer.mlp_post_norm, layer)
         if layer.experts is not None and layer.experts.norm is not None:
             y = ops.norm(y, layer.experts.inner_norm, layer.eps)
             y = ops.add(y, ops.add_experts(x, x, layer))

@@ -52,6 +52,8 @@ _SOURCES = [  # in the order of pt::Source
 ]  # fmt: skip
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
+_BESIDE = frozenset({"shared_switch"})  # of a layer whose experts alone C++ computes
+_COMPOSED_MLPS = frozenset({"parallel", "expert_choice", "expert_norms"})
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
@@ -370,9 +372,12 @@ class NativeOps(Composites):
 
     # -- composites --------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
-        """Attach the C++ view of the layer, which borrows its weights, where C++ computes it."""
+        """Attach the C++ view of the layer, which borrows its weights, or of what C++ computes of
+        it."""
         if not layer.needs & COMPOSED:
-            layer.native = views.layer_view(layer)
+            layer.native = layer.native_mlp = views.layer_view(layer)
+        elif not layer.needs & _COMPOSED_MLPS:
+            layer.native_mlp = views.mlp_view(layer)
 
     def prepare_stack(self, stack: Stack) -> None:
         """Attach the C++ view of the whole, which borrows what `stack` and its layers hold."""
@@ -405,10 +410,18 @@ class NativeOps(Composites):
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
         """x + what MLP and experts make of norm(x), written into x [T, d]: one native call."""
-        if layer.native is None:
+        if layer.native_mlp is None or layer.needs & _BESIDE:
             x = super().mlp_block(x, layer)
         else:
-            self._engine.mlp_block(x, layer.native)
+            self._engine.mlp_block(x, layer.native_mlp)
+        return x
+
+    def add_experts(self, x: F32, h: F32, layer: Layer) -> F32:
+        """x plus what its experts make of h, which is the norm of x where C++ computes them."""
+        if layer.native_mlp is None:
+            x = super().add_experts(x, h, layer)
+        else:
+            self._engine.mlp_block(x, layer.native_mlp)
         return x
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:

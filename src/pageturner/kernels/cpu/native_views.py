@@ -7,6 +7,7 @@ here borrows the arrays that it is made of.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,18 @@ def layer_view(layer: Layer) -> Any:
         "latent": latent,
     }
     return module().make_layer({**parts, **numbers, **options, **tables, **own})
+
+
+def mlp_view(layer: Layer) -> Any:
+    """The C++ view of a layer of which C++ computes the MLP and the experts, or the experts alone
+    where the MLP has a switch. Matrices that fit stand in the place of attention's."""
+    e = layer.experts
+    up, down = (layer.up, layer.down) if e is None else (e.up[0], e.down[0])
+    shape = AttentionShape(heads=1, kv_heads=1, head_dim=up.shape[0], scale=1.0)
+    own = dict.fromkeys(("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature"))
+    if e is not None and e.shared_switch is not None:
+        own |= dict.fromkeys(("gate", "up", "down", "up_bias", "down_bias"))
+    return layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, latent=None, **own))
 
 
 def stack_view(stack: Stack) -> Any:
