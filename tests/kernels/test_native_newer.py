@@ -240,7 +240,10 @@ def made_layer(ops: Ops, name: str, kind: str) -> Layer:
     if name == "nope":
         made.rope = rope_tables(600, 0, interleaved=False)
         made.attn_temperature = np.linspace(1, 2, 600, dtype=np.float32)
-    if name in ("llama4", "gpt-oss", "deepseek"):
+    if name in ("qwen3.5", "dense qwen3.5"):
+        made.native = None
+        made.attn_gate = ops.pack_weight(weight(kind, 192, 96, seed=8))
+    if name in ("llama4", "gpt-oss", "deepseek", "qwen3.5"):
         made.experts = experts(ops, name, kind)
     if name == "gpt-oss":
         made.gate = made.up = made.down = None
@@ -261,6 +264,8 @@ def experts(ops: Ops, name: str, kind: str) -> Experts:
         "deepseek": {"scale": 1.5},
         "llama4": {"scoring": "sigmoid", "weigh_input": True},
     }.get(name, {})
+    if name == "qwen3.5":
+        more = {"shared_switch": ops.pack_weight(weight("F32", 1, 96, seed=7))}
     if name == "gpt-oss":
         biases = [
             tuple(ops.pack_weight(vector(n, seed=n + e)) for e in range(4)) for n in (160, 160, 96)
@@ -308,6 +313,8 @@ LAYERS = {
     "llama4": {"window", "chunks", "experts", "shared_expert", "scoring"},
     "gpt-oss": {"sinks", "activation", "experts", "expert_bias"},
     "deepseek": {"latent", "experts", "shared_expert", "scoring"},
+    "dense qwen3.5": {"attn_gate"},
+    "qwen3.5": {"attn_gate", "experts", "shared_expert", "shared_switch"},
 }
 
 
@@ -318,6 +325,7 @@ def test_layers(ops: NativeOps, name: str, kind: str) -> None:
     made = made_layer(ops, name, kind)
     assert made.needs == LAYERS[name]
     fused = step(ops, made, NativeOps, STEPS)
+    made.native_mlp = None
     assert np.array_equal(fused, step(ops, made, Composites, STEPS))
     expected = step(REFERENCE, made_layer(REFERENCE, name, kind), Composites, STEPS)
     close(fused, expected, 1e-4 if kind == "F32" else 5e-2)

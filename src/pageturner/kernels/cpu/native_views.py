@@ -139,10 +139,11 @@ def mlp_view(layer: Layer) -> Any:
     e = layer.experts
     up, down = (layer.up, layer.down) if e is None else (e.up[0], e.down[0])
     shape = AttentionShape(heads=1, kv_heads=1, head_dim=up.shape[0], scale=1.0)
-    own = dict.fromkeys(("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature"))
+    absent = ["q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature", "latent"]
     if e is not None and e.shared_switch is not None:
-        own |= dict.fromkeys(("gate", "up", "down", "up_bias", "down_bias"))
-    return layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, latent=None, **own))
+        absent += ["gate", "up", "down", "up_bias", "down_bias"]
+    parts: dict[str, Any] = dict.fromkeys(absent)
+    return layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, **parts))
 
 
 def stack_view(stack: Stack) -> Any:
