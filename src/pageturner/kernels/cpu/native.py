@@ -53,7 +53,7 @@ _SOURCES = [  # in the order of pt::Source
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
 _BESIDE = frozenset({"shared_switch"})  # of a layer whose experts alone C++ computes
-_COMPOSED_MLPS = frozenset({"parallel", "expert_choice", "expert_norms"})
+_COMPOSED_MLPS = frozenset({"parallel", "expert_choice", "expert_norms", "one_part", "factors"})
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
