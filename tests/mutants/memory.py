@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -187,7 +188,7 @@ def released_head_first(swap: Swap) -> None:
 @bug(AGE)
 def the_most_recently_used_goes_first(swap: Swap) -> None:
     def write(old: Any, store: Store, *args: Any) -> None:
-        if store.cached:
+        if store.cached and isinstance(store.cached, OrderedDict):  # snapshots have a policy
             store.cached.move_to_end(next(reversed(store.cached)), last=False)
         old(store, *args)
 

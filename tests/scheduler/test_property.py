@@ -43,7 +43,7 @@ FORCED = {
     "evictions": 1000,
     "copies": 40,  # choices that part from the prompt they share
     "unpinned": 5,
-    "public": 20,  # blocks below a salt that are everybody's
+    "public": 15,  # blocks below a salt that are everybody's
     "recomputed_tokens": 500,
     "given_back": 5000,  # by windows that move on
     "recent_evictions": 1000,  # of what they gave back
