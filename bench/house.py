@@ -20,7 +20,7 @@ from house_walk import House
 
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BARS = {
-    "lines of the scheduler": 2100,
+    "lines of the scheduler": 1_892,
     "files in a folder": 30,
     "arrows upwards": 0,
     "import circles": 0,
@@ -29,39 +29,39 @@ BARS = {
     "class names twice, unexplained": 0,
     "longest function": 112,
     "files of the path": 25,
-    "lines of the path": 6100,
+    "lines of the path": 6_010,
     "docstrings without a subject": 0,
-    "functions of more than five parameters": 150,
-    "tuple assignments": 1_110,
-    "conditional expressions": 1_790,
+    "functions of more than five parameters": 143,
+    "tuple assignments": 1_097,
+    "conditional expressions": 1_787,
     "names MOST_": 0,
-    "lines over 100 characters": 420,
+    "lines over 100 characters": 405,
 }
 
 # Room -> how many tokens it may have (house_walk.tokens). "." stands for the modules directly in the package.
 # A new capability pays its size by deleting others; docs/adr says why where a budget is raised.
 BUDGETS = {
     ".": 8_700,
-    "scheduler": 13_300,
-    "policies": 22_050,
-    "telemetry": 8_400,
-    "config": 4_400,
-    "ipc": 2_650,
-    "engine": 18_500,
-    "executor": 17_500,
-    "kv": 20_350,
-    "parallel": 3_500,
-    "models": 58_150,
-    "kernels": 111_850,
-    "formats": 28_550,
-    "text": 43_800,
-    "http": 20_250,
-    "server": 117_200,
-    "router": 29_450,
-    "lab": 96_400,
-    "cli": 15_750,
+    "scheduler": 12_200,
+    "policies": 21_650,
+    "telemetry": 8_000,
+    "config": 4_000,
+    "ipc": 2_350,
+    "engine": 16_200,
+    "executor": 15_800,
+    "kv": 15_800,
+    "parallel": 3_150,
+    "models": 53_750,
+    "kernels": 107_050,
+    "formats": 24_600,
+    "text": 43_750,
+    "http": 18_800,
+    "server": 115_600,
+    "router": 28_800,
+    "lab": 94_150,
+    "cli": 15_550,
 }
-WHOLE = {"src/pageturner": 640_000, "bench": 238_000, "tests": 700_000}  # tokens
+WHOLE = {"src/pageturner": 609_250, "bench": 206_800, "tests": 685_650}  # tokens
 FINDINGS = (
     "upwards",
     "circles",
