@@ -90,6 +90,7 @@ def test_the_same_as_data(llama: str, tmp_path: Path) -> None:
         "bytes_per_token": per_token,
         "bytes_per_block": 32 * per_token,
         "bytes_per_sequence": 4096 * per_token,
+        "bytes_per_state": 0,
     }
     assert data["weights"]["bytes"] == 2 * 6_738_415_616
     assert data["memory"]["kv_bytes"] == 24 * 1024**3 - data["weights"]["bytes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import mmap
 import os
 import resource
 import signal
@@ -40,7 +41,11 @@ def takes(raw: bytes, served: ServedModel, doing: text_jobs.Doing) -> bytes:
     """A job for tests: does what it is told, and says which process did."""
     what = json.loads(raw)
     doing(what.get("doing", ""))
-    ballast = b"x" * what.get("bytes", 0)
+    ballast: bytes | mmap.mmap = b""
+    if what.get("bytes"):  # mapped anew, whatever this process has freed and kept
+        ballast = mmap.mmap(-1, what["bytes"], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for page in range(0, len(ballast), mmap.PAGESIZE):
+            ballast[page] = 1
     time.sleep(what.get("seconds", 0))
     end = time.process_time() + what.get("computes", 0)
     while time.process_time() < end:

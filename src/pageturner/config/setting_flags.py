@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_dtype",
         "block_size",
         "enable_prefix_caching",
+        "snapshot_interval",
         "preload",
         "max_pinned_share",
         "max_sessions",
