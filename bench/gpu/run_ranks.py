@@ -42,7 +42,7 @@ class Rank:
 
     def __init__(self, driver: Any, rank: int, tiny: bool) -> None:
         self.driver, self.rank, self.tiny = driver, rank, tiny
-        self.meet: Callable[[], object] = int  # before what waits for the whole device
+        self.meet: Callable[[], object] = lambda: None  # before what waits for the whole device
         if not tiny:
             driver.load(KERNELS)
         self.arena = Arena(driver, 4 << 20 if tiny else 320 << 20)
