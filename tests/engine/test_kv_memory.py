@@ -157,6 +157,10 @@ def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that
     alone = planned(max_num_seqs=8, enable_prefix_caching=False)
     assert (alone.states, alone.tails) == (16, 16)
     assert alone.blocks == rest // one.nbytes
+    drafted = EngineConfig(model="x", kv_cache_memory=total, max_num_seqs=8)
+    sizes = plan_kv(replace(form, of_draft=3 * one.nbytes), drafted, 262_144, FREE)
+    used = (sizes.states + 1) * state + 17 * tail + 4 * sizes.blocks * one.nbytes
+    assert total - state < used <= total, "a draft model has its part of each block"
     small = KVForm(one, recurrent=(1000, 1000))
     enough = plan_kv(small, EngineConfig(model="x", max_num_seqs=2), 4096, FREE)
     assert enough == KVSizes(2 * 256, states=4 + 2 * 128, tails=4), "no more than can be used"

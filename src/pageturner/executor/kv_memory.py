@@ -123,22 +123,23 @@ def _with_states(
     states that are kept, and for KV. Without the prefix cache no state is kept. Blocks that nobody
     can use become states."""
     state, tail = sizes
+    block = form.one.nbytes + form.of_draft
     seats = min(config.max_num_seqs, int((total * SEATS / (state + tail) - 1) // 2))
     rest = total - (2 * seats + 1) * (state + tail)
-    share = state / (state + form.one.nbytes * CHUNK / config.block_size)  # one at every boundary
+    share = state / (state + block * CHUNK / config.block_size)  # one at every boundary
     kept = min(SNAPSHOTS, share) if config.enable_prefix_caching else 0.0
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    blocks = int(rest * (1 - kept)) // form.one.nbytes
+    blocks = int(rest * (1 - kept)) // block
     if not config.enable_prefix_caching or not config.kv_cache_memory:
         blocks = min(blocks, useful)
     if seats < 1 or blocks < 2:
         raise EngineFault(
             "kv_memory",
             f"no room for recurrent states and KV: one sequence takes {3 * (state + tail):,} bytes of"
-            f" states, a block of {config.block_size} tokens {form.one.nbytes:,} bytes, and {total:,} bytes"
+            f" states, a block of {config.block_size} tokens {block:,} bytes, and {total:,} bytes"
             " may be used: raise --kv-cache-memory (or free some memory)",
         )
-    snapshots = (rest - blocks * form.one.nbytes) // state if kept else 0
+    snapshots = (rest - blocks * block) // state if kept else 0
     snapshots = min(snapshots, blocks * config.block_size // CHUNK)  # one at every boundary
     return KVSizes(blocks, states=2 * seats + snapshots, tails=2 * seats)
 
