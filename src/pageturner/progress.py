@@ -47,6 +47,7 @@ class _Voice:
     def add(self, work: Still) -> None:
         with self._changed:
             self._works.append(work)
+            self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
@@ -55,9 +56,9 @@ class _Voice:
         ended = None
         with self._changed:
             self._works = [one for one in self._works if one is not work]
+            self._changed.notify_all()
             if not self._works:
                 ended, self._thread = self._thread, None
-                self._changed.notify_all()
         if ended is not None:
             ended.join()
 

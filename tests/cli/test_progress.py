@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pageturner import logs
-from pageturner.progress import Still
+from pageturner.progress import NEVER, Still
 
 EVERY = 0.01  # seconds
 
@@ -47,6 +47,20 @@ def test_of_works_within_works_the_innermost_is_heard_and_the_outer_is_heard_aga
             heard.said.clear()
         heard.wait_for("the command")
     assert len(voices()) == before, "a process that forks has no thread of it left"
+
+
+def test_work_that_says_nothing_silences_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = Heard(monkeypatch)
+    with Still(lambda: "the command", EVERY):
+        heard.wait_for("the command")
+        with Still(lambda: "a bar", NEVER):
+            voices()[-1].join(10 * EVERY)  # until it waits for the end of the bar
+            with Still(lambda: "its work", EVERY):
+                heard.wait_for("its work")
+            voices()[-1].join(10 * EVERY)
+        heard.wait_for("the command")
 
 
 def test_works_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
