@@ -18,6 +18,7 @@ from pageturner.lab.simulation.roofline import GPUS, Reach, kv_tokens, roofline
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.telemetry.step_log import ItemRecord, StepRecord
 from pageturner.telemetry.work import StepWork
+from support.engines import GOLDENS
 
 TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
 
@@ -250,6 +251,14 @@ def test_adapters_are_read_once_a_step_each_and_take_memory(tmp_path: Path) -> N
     assert many.ends(3.7, 32, 32, 5) == found, "bit for bit"
     tokens = [kv_tokens(model, GPUS["H100"], Reach(), beside=n) for n in (0, 10 * 131072)]
     assert tokens[0] - tokens[1] == 10
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"), [("qwen3_5", 32), ("gemma4_e2b", 80), ("falcon_h1", 24)]
+)
+def test_layers_without_attention_read_no_keys(family: str, dims: int) -> None:
+    made = roofline(read_outline(GOLDENS / "families" / family), GPUS["H100"], Reach())
+    assert made.needs.pair == 4 * 4 * dims
 
 
 def test_kv_is_what_the_weights_leave(tmp_path: Path) -> None:

@@ -270,7 +270,8 @@ def roofline(
     moe, link = spec.experts, reach.link or gpu.link
     elsewhere = 4.0 * spec.vocab * (count - 1) / count  # bytes of a row's logits
     sums = 2 * spec.layers + 1
-    heads = [spec.attention(layer, spec.context).head_dim for layer in range(spec.layers)]
+    attending = filter(spec.attends, range(spec.layers))
+    heads = [spec.attention(layer, spec.context).head_dim for layer in attending]
     needs = ModelCosts(  # all products count as fp32: a GPU has one limit
         int8=0.0,
         fp32=2.0 * spec.active,
