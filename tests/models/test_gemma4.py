@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.formats.ggml import dequantise
+from pageturner.formats.ggml_types import KINDS
 from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.base import Batch, Ops
 from pageturner.kernels.reference import ReferenceOps
@@ -324,6 +326,30 @@ def test_a_block_of_two_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="per_layer_token_embd") as caught:
         load_model(path, ReferenceOps())
     assert caught.value.code == "weight_kind"
+
+
+def test_experts_of_nvfp4_have_their_scale_once(tmp_path: Path) -> None:
+    """Beside matrices of this type stands their scale, which is that of each expert here."""
+    path = write_gguf(tmp_path / "model.gguf", *wide(tmp_path, "gemma4_26b"))
+    metadata, tensors = taken_apart(path)
+    number, block = next((n, kind) for n, kind in KINDS.items() if kind.name == "NVFP4")
+    recorded = np.load(GOLDENS / "dequant.npz")["NVFP4_raw"].reshape(3, -1)[0]
+    blocks, draw = recorded.reshape(-1, block.nbytes), np.random.default_rng(1)
+    quantised, floats = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith("ffn_down_exps.weight")]:
+        shape = tensors[name][1]
+        raw = blocks[draw.integers(0, len(blocks), prod(shape) // block.values)].reshape(-1)
+        values = dequantise("NVFP4", shape, raw)
+        scales = draw.uniform(0.2, 3, shape[0]).astype(np.float32) / np.float32(values.std())
+        quantised[name] = (number, shape, raw.tobytes())
+        floats[name] = (0, shape, values.tobytes())
+        for each in (quantised, floats):
+            each[name.replace("weight", "scale")] = (0, scales.shape, scales.tobytes())
+    found = []
+    for each in (quantised, floats):
+        path.write_bytes(gguf_bytes(metadata, each))
+        found.append(logits(path, backend("reference"), activation_bits="15"))
+    np.testing.assert_allclose(*found, rtol=0, atol=2e-3 * np.abs(found[1]).max())
 
 
 def wide(folder: Path, name: str) -> tuple[Any, ModelSpec]:

@@ -27,6 +27,7 @@ class Part:
     by           the columns of a matrix are multiplied by the vector in this tensor, and by `times`,
                  in fp32
     plus, times  of each element of a vector (Gemma's norms are stored as what they add to 1)
+    bare         the scale that stands beside a matrix of NVFP4 is a weight of its own, not part of it
     """
 
     name: str
@@ -39,6 +40,7 @@ class Part:
     turned: bool = False
     unit: bool = False
     by: str = ""
+    bare: bool = False
 
 
 Parts = dict[str, Part]
@@ -447,7 +449,8 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
                 cut = (second, 1, 2)
         transposed = matrix and names.stacked in ("halves", "pairs")
         whole = (e.count, *(shape[::-1] if transposed else shape))
-        parts[f] = [Part(name, whole, cut, transposed, index=i) for i in range(e.count)]
+        part = Part(name, whole, cut, transposed, bare=e.normed and f == "downs")  # see out_scales
+        parts[f] = [replace(part, index=i) for i in range(e.count)]
     return parts
 
 

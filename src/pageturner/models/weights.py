@@ -515,7 +515,7 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         data, shape = _transposed(kind, shape, data)
     tensor = Tensor(part.name, kind, shape, data, order=order)
     if kind == "NVFP4":
-        tensor = _scaled(file, part, tensor)
+        tensor = widened(tensor) if part.bare else _scaled(file, part, tensor)
     if len(shape) == 1 or (part.times != 1 and not part.by):
         tensor = _as_float32(tensor, part.plus, part.times)
     if part.unit:
