@@ -52,7 +52,6 @@ _SOURCES = [  # in the order of pt::Source
 ]  # fmt: skip
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
-_BESIDE = frozenset({"shared_switch"})  # of a layer whose experts alone C++ computes
 _COMPOSED_MLPS = frozenset({"parallel", "expert_choice", "expert_norms", "one_part", "factors"})
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
@@ -412,7 +411,7 @@ class NativeOps(Composites):
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
         """x + what MLP and experts make of norm(x), written into x [T, d]: one native call."""
-        if layer.native_mlp is None or layer.needs & _BESIDE:
+        if layer.native_mlp is None or views.experts_alone(layer):
             x = super().mlp_block(x, layer)
         else:
             self._engine.mlp_block(x, layer.native_mlp)
@@ -421,7 +420,7 @@ class NativeOps(Composites):
     def add_experts(self, x: F32, h: F32, layer: Layer) -> F32:
         """x plus what its experts make of h: one native call beside an MLP with a switch, which is
         added to x later, so that h is the norm of x."""
-        if layer.native_mlp is None or not layer.needs & _BESIDE:
+        if layer.native_mlp is None or not views.experts_alone(layer):
             x = super().add_experts(x, h, layer)
         else:
             self._engine.mlp_block(x, layer.native_mlp)

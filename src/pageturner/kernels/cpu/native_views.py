@@ -133,6 +133,11 @@ def layer_view(layer: Layer) -> Any:
     return module().make_layer({**parts, **numbers, **options, **tables, **own})
 
 
+def experts_alone(layer: Layer) -> bool:
+    """True if `mlp_view` has the experts of the layer, but not the MLP beside them."""
+    return layer.experts is not None and layer.experts.shared_switch is not None
+
+
 def mlp_view(layer: Layer) -> Any:
     """The C++ view of a layer of which C++ computes the MLP and the experts, or the experts alone
     where the MLP has a switch. Matrices that fit stand in the place of attention's."""
@@ -140,7 +145,7 @@ def mlp_view(layer: Layer) -> Any:
     up, down = (layer.up, layer.down) if e is None else (e.up[0], e.down[0])
     shape = AttentionShape(heads=1, kv_heads=1, head_dim=up.shape[0], scale=1.0)
     absent = ["q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature", "latent"]
-    if e is not None and e.shared_switch is not None:
+    if experts_alone(layer):
         absent += ["gate", "up", "down", "up_bias", "down_bias"]
     parts: dict[str, Any] = dict.fromkeys(absent)
     return layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, **parts))
