@@ -375,7 +375,7 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
             names = replace(names, modules={**names.modules, **_LLAMA_EXPERTS}, stacked="")
     layout = layout_of(spec, names, present)
     ignored = (*_BUFFERS, "lm_head.weight") if spec.tied else _BUFFERS
-    foreign = _PICTURES if _HF.get(spec.arch, Names(_LLAMA)).roots == _INNER else ()
+    foreign = _PICTURES if names.roots == _INNER else ()
     if (spec.arch, spec.vocab) == ("baichuan", _BAICHUAN_2):
         layout.top["head"] = replace(layout.top["head"], unit=True)
     if spec.experts is not None:
