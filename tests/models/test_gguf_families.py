@@ -115,21 +115,9 @@ def converted(
         for field, part in parts.items():
             put(f"blk.{i}.{names[field]}", part)
     eps = "layer_norm_epsilon" if spec.family.layer_norm else "layer_norm_rms_epsilon"
-    sizes: dict[str, w.Value] = {
-        "block_count": spec.layers,
-        "context_length": spec.context,
-        "embedding_length": spec.dim,
-        "feed_forward_length": spec.ffn,
-        "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
-        f"attention.{eps}": spec.eps,
-    }
-    metadata: dict[str, w.Value] = {"general.architecture": arch}
-    metadata |= {f"{arch}.{key}": value for key, value in (sizes | settings).items()}
+    sizes = w.sizes_of(spec) | {f"attention.{eps}": spec.eps}
     joined = {name: np.concatenate(values) for name, values in pieces.items()}
-    return w.gguf_bytes(metadata, {name: (0, v.shape, v.tobytes()) for name, v in joined.items()})
+    return w.in_floats(arch, sizes | settings, joined)
 
 
 def windowed_everywhere(folder: Path) -> None:

@@ -124,15 +124,7 @@ def written(path: Path, name: str, older: bool = False, **changes: Any) -> Path:
     _, spec, _ = open_model(folder)
     linear, experts = spec.linear, spec.experts
     assert linear is not None
-    sizes: dict[str, w.Value] = {
-        "block_count": spec.layers,
-        "context_length": spec.context,
-        "embedding_length": spec.dim,
-        "feed_forward_length": spec.ffn,
-        "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
+    sizes = w.sizes_of(spec) | {
         "attention.layer_norm_rms_epsilon": spec.eps,
         "rope.dimension_count": spec.rope.dim,
         "rope.dimension_sections": [11, 11, 10, 0],
@@ -155,13 +147,7 @@ def written(path: Path, name: str, older: bool = False, **changes: Any) -> Path:
             "expert_shared_feed_forward_length": experts.shared,
             "leading_dense_block_count": min(experts.layers),
         }
-    metadata: dict[str, w.Value] = {"general.architecture": arch}
-    metadata |= {f"{arch}.{key}": value for key, value in (sizes | changes).items()}
-    tensors = {
-        key: (0, x.shape, np.ascontiguousarray(x, np.float32).tobytes())
-        for key, x in tensors_of(folder, older).items()
-    }
-    path.write_bytes(w.gguf_bytes(metadata, tensors))
+    path.write_bytes(w.in_floats(arch, sizes | changes, tensors_of(folder, older)))
     return path
 
 

@@ -220,13 +220,7 @@ def keys_of(name: str, spec: ModelSpec) -> dict[str, w.Value]:
 def written(path: Path, name: str, **changes: Any) -> Path:
     folder, arch = FAMILIES / name, ARCHES[name]
     keys = keys_of(name, open_model(folder)[1]) | changes
-    metadata: dict[str, w.Value] = {"general.architecture": arch}
-    metadata |= {f"{arch}.{key}": value for key, value in keys.items()}
-    tensors = {
-        key: (0, x.shape, np.ascontiguousarray(x, np.float32).tobytes())
-        for key, x in tensors_of(folder).items()
-    }
-    path.write_bytes(w.gguf_bytes(metadata, tensors))
+    path.write_bytes(w.in_floats(arch, keys, tensors_of(folder)))
     return path
 
 

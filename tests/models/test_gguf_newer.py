@@ -322,29 +322,14 @@ def converted(folder: Path, arch: str, settings: Values, extra: dict[str, np.nda
     """The model of a folder as llama.cpp's converter would write it, in F32."""
     _, spec, _ = open_model(folder)
     eps = "layer_norm_epsilon" if spec.family.layer_norm else "layer_norm_rms_epsilon"
-    sizes: Values = {
-        "block_count": spec.layers,
-        "context_length": spec.context,
-        "embedding_length": spec.dim,
-        "feed_forward_length": spec.ffn,
-        "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
+    sizes = w.sizes_of(spec) | {
         f"attention.{eps}": spec.eps,
         "rope.dimension_count": spec.rope.dim,
         "rope.freq_base": spec.rope.base,
         "vocab_size": spec.vocab,
     }
-    metadata: Values = {"general.architecture": arch}
-    metadata |= {f"{arch}.{key}": value for key, value in (sizes | settings).items()}
-    joined = {
-        name: np.concatenate(values) for name, values in pieces_of(folder, arch).items()
-    } | extra
-    return w.gguf_bytes(
-        metadata,
-        {n: (0, v.shape, np.ascontiguousarray(v, np.float32).tobytes()) for n, v in joined.items()},
-    )
+    joined = {name: np.concatenate(values) for name, values in pieces_of(folder, arch).items()}
+    return w.in_floats(arch, sizes | settings, joined | extra)
 
 
 def as_llama_cpp_knows_it(source: Path, target: Path) -> Path:

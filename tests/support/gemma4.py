@@ -113,16 +113,8 @@ def metadata(spec: ModelSpec) -> dict[str, w.Value]:
     assert spec.local_heads is not None
     assert spec.local_rope is not None
     every = range(spec.layers)
-    keys: dict[str, w.Value] = {
-        "block_count": spec.layers,
-        "context_length": spec.context,
-        "embedding_length": spec.dim,
-        "feed_forward_length": spec.ffn,
-        "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads,
+    keys = w.sizes_of(spec) | {
         "attention.layer_norm_rms_epsilon": spec.eps,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
         "attention.key_length_swa": spec.local_heads[1],
         "attention.value_length_swa": spec.local_heads[1],
         "attention.sliding_window": spec.window,
@@ -144,8 +136,7 @@ def metadata(spec: ModelSpec) -> dict[str, w.Value]:
         keys["expert_count"] = spec.experts.count
         keys["expert_used_count"] = spec.experts.top_k
         keys["expert_feed_forward_length"] = spec.experts.ffn
-    named = {f"gemma4.{key}": value for key, value in keys.items()}
-    return {"general.architecture": "gemma4", **named}
+    return w.of_arch("gemma4", keys)
 
 
 def write_gguf(

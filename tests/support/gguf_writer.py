@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pageturner.formats.gguf import Array, open_gguf
+from pageturner.models.spec import ModelSpec
 
 Value = str | bool | int | float | list[str] | list[int] | list[float]
 Tensor = tuple[int, tuple[int, ...], bytes]  # GGML type number, shape with the columns last, data
@@ -68,6 +69,34 @@ def gguf_bytes(metadata: dict[str, Value], tensors: dict[str, Tensor], version: 
         data += padded(raw)
     pairs = b"".join(pair(key, value) for key, value in metadata.items())
     return padded(header(version, len(tensors), len(metadata)) + pairs + table) + data
+
+
+def sizes_of(spec: ModelSpec) -> dict[str, Value]:
+    """The sizes that the keys of most architectures say."""
+    return {
+        "block_count": spec.layers,
+        "context_length": spec.context,
+        "embedding_length": spec.dim,
+        "feed_forward_length": spec.ffn,
+        "attention.head_count": spec.heads,
+        "attention.head_count_kv": spec.kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+    }
+
+
+def of_arch(arch: str, keys: dict[str, Value]) -> dict[str, Value]:
+    """The metadata of a model of this architecture, whose keys begin with its name."""
+    return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in keys.items()}
+
+
+def in_floats(arch: str, keys: dict[str, Value], values: dict[str, np.ndarray]) -> bytes:
+    """A file of a model whose tensors are all F32."""
+    tensors: dict[str, Tensor] = {
+        name: (0, x.shape, np.ascontiguousarray(x, np.float32).tobytes())
+        for name, x in values.items()
+    }
+    return gguf_bytes(of_arch(arch, keys), tensors)
 
 
 def taken_apart(path: Path) -> tuple[dict[str, Value], dict[str, Tensor]]:
