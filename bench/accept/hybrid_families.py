@@ -33,10 +33,9 @@ from pageturner.errors import EngineFault  # noqa: E402
 from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
 from pageturner.kernels.reference import ReferenceOps  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
-from support.decoding import Decoding  # noqa: E402
+from support.decoding import Decoding, beside  # noqa: E402
 from support.engines import Setup, answers  # noqa: E402
 
-BOUND = 2e-5  # of the largest logit
 BLOCKS = (1, 16, 32, 48, 256)
 SHAPE = published.LFM2 | {
     **{"vocab_size": 512, "hidden_size": 64, "block_ff_dim": 96, "block_multiple_of": 32},
@@ -65,21 +64,12 @@ def transformers_lines(folder: Path, name: str) -> Iterator[Line]:
     paths = [FAMILIES / name]
     if name in ARCHES:
         paths.append(written(folder / f"{name}.gguf", name))
-    worst, equal, tokens = 0.0, 0, 0
-    for path, ops in itertools.product(paths, (ReferenceOps(), NativeOps(threads=2))):
-        runs = Decoding(load_model(path, ops, dtype="float32"), ops)
-        for i in range(2):
-            prompt, expected = truth[f"prompt_{i}"].tolist(), truth[f"logits_{i}"]
-            logits = runs.step([(f"l{i}", prompt)])[0][-len(expected) :]
-            worst = max(worst, float(np.abs(logits - expected).max() / np.abs(expected).max()))
-            wanted = truth[f"greedy_{i}"].tolist()
-            found, _ = runs.greedy(f"g{i}", prompt, len(wanted))
-            equal += sum(a == b for a, b in zip(found, wanted, strict=True))
-            tokens += len(wanted)
+    found = [
+        beside(Decoding(load_model(path, ops, dtype="float32"), ops), truth)
+        for path, ops in itertools.product(paths, (ReferenceOps(), NativeOps(threads=2)))
+    ]
     forms = ("folder", "folder and GGUF file")[len(paths) - 1]
-    what = f"{name}: logits beside Transformers, {forms}, reference and native"
-    yield Line(what, f"{worst:.1e}", worst <= BOUND)
-    yield Line(f"{name}: greedy tokens", f"{equal} of {tokens} equal", equal == tokens)
+    yield from hybrid_state.golden_lines(name, f"{forms}, reference and native", found)
 
 
 def bits_line(name: str) -> Line:

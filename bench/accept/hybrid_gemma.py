@@ -20,6 +20,7 @@ sys.path += [str(Path(__file__).parent)]
 import harness
 import numpy as np
 from harness import ROOT, Line
+from hybrid_state import golden_lines
 
 TESTS = ROOT / "tests"
 sys.path += [str(TESTS), str(TESTS / "models")]
@@ -40,11 +41,10 @@ from pageturner.models.hf_spec import read_hf_spec  # noqa: E402
 from pageturner.models.load import load_model, open_model, weight_bytes  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
 from pageturner.request import Request  # noqa: E402
-from support.decoding import Decoding  # noqa: E402
+from support.decoding import Decoding, beside  # noqa: E402
 from support.engines import Model, Setup, answers  # noqa: E402
 from support.gemma4 import write_gguf  # noqa: E402
 
-BOUND = 2e-5  # of the largest logit
 BLOCKS = (1, 16, 32, 48, 256)
 
 
@@ -75,20 +75,11 @@ def forms(folder: Path, name: str) -> dict[str, Path]:
 
 def transformers_lines(folder: Path) -> Iterator[Line]:
     for name in NAMES:
-        truth, worst, equal, tokens = golden(name), 0.0, 0, 0
-        for path, ops in itertools.product(forms(folder, name).values(), backends()):
-            runs = Decoding(load_model(path, ops), ops)
-            for i in range(2):
-                prompt, expected = truth[f"prompt_{i}"].tolist(), truth[f"logits_{i}"]
-                logits = runs.step([(f"l{i}", prompt)])[0][-len(expected) :]
-                worst = max(worst, float(np.abs(logits - expected).max() / np.abs(expected).max()))
-                wanted = truth[f"greedy_{i}"].tolist()
-                found, _ = runs.greedy(f"g{i}", prompt, len(wanted))
-                equal += sum(a == b for a, b in zip(found, wanted, strict=True))
-                tokens += len(wanted)
-        where = "folder and two GGUF files, reference and native"
-        yield Line(f"{name}: logits beside Transformers, {where}", f"{worst:.1e}", worst <= BOUND)
-        yield Line(f"{name}: greedy tokens", f"{equal} of {tokens} equal", equal == tokens)
+        found = [
+            beside(Decoding(load_model(path, ops), ops), golden(name))
+            for path, ops in itertools.product(forms(folder, name).values(), backends())
+        ]
+        yield from golden_lines(name, "folder and two GGUF files, reference and native", found)
 
 
 def backends() -> tuple[Ops, Ops]:

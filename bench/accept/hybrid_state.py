@@ -123,6 +123,15 @@ def logits() -> Iterator[Line]:
         )
 
 
+def golden_lines(name: str, forms: str, found: list[tuple[float, int, int]]) -> Iterator[Line]:
+    """The lines of what `support.decoding.beside` found of each form of a model."""
+    errors, equals, counts = zip(*found, strict=True)
+    worst, equal, tokens = max(errors), sum(equals), sum(counts)
+    what = f"{name}: logits beside Transformers, {forms}"
+    yield Line(what, f"{worst:.1e}", worst <= CLOSE)
+    yield Line(f"{name}: greedy tokens", f"{equal} of {tokens} equal", equal == tokens)
+
+
 # -- sizes -------------------------------------------------------------------------------------------------------
 def sizes() -> Iterator[Line]:
     """`plan` beside sums by hand."""

@@ -156,6 +156,21 @@ class Decoding:
             )
 
 
+def beside(runs: Decoding, truth: dict[str, np.ndarray]) -> tuple[float, int, int]:
+    """The largest error of a logit of both recorded prompts, of the largest logit; and how many of their greedy
+    tokens are equal, and of how many."""
+    worst, equal, tokens = 0.0, 0, 0
+    for i in range(2):
+        prompt, expected = truth[f"prompt_{i}"].tolist(), truth[f"logits_{i}"]
+        logits = runs.step([(f"l{i}", prompt)])[0][-len(expected) :]
+        worst = max(worst, float(np.abs(logits - expected).max() / np.abs(expected).max()))
+        wanted = truth[f"greedy_{i}"].tolist()
+        found, _ = runs.greedy(f"g{i}", prompt, len(wanted))
+        equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+        tokens += len(wanted)
+    return worst, equal, tokens
+
+
 def assert_logits(runs: Decoding, truth: dict[str, np.ndarray]) -> None:
     """The logits of both recorded prompts, within 1e-4 of their largest."""
     for i in range(2):
