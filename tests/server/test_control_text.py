@@ -69,7 +69,9 @@ def test_control_tokens_in_contents_are_text(name: str) -> None:
     (ids,) = [tokenizer.encode(said, add_special=False, parse_special=False)]
     assert not control.intersection(ids)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
-    for arguments in (json.dumps({"a": said}, ensure_ascii=False), {"a": [said]}):
+    text = json.dumps(said, ensure_ascii=False)
+    deep = json.loads(f'{{"a": {"[" * 600}{text}{"]" * 600}}}')  # deeper than Python calls itself
+    for arguments in (f'{{"a": {text}}}', {"a": [said]}, deep):
         call["function"] = {"name": "f", "arguments": arguments}
         messages = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}, HI]
         called = [HI, {"role": "assistant", "content": "", "tool_calls": []}, HI]

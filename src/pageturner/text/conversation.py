@@ -89,11 +89,8 @@ def prompt_text(
     return text
 
 
-_SHOWN = (
-    "tools",
-    "xml_tools",
-    "documents",
-)  # variables whose texts are others' than the template's
+# variables whose texts are others' than the template's
+_SHOWN = ("tools", "xml_tools", "documents")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")  # nothing that could be a mark of a template
 
 
@@ -206,14 +203,20 @@ def control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _marked(control: re.Pattern[str], mark: str, value: Any) -> Any:
-    """A value of JSON with this character within each control token of its texts."""
-    if isinstance(value, str):
-        return control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-    if isinstance(value, list | tuple):
-        return [_marked(control, mark, one) for one in value]
-    if isinstance(value, dict):
-        return {name: _marked(control, mark, one) for name, one in value.items()}
-    return value
+    """A value of JSON with this character within each control token of its texts. It may be nested
+    deeper than calls may be."""
+    made: Any = [value]
+    waiting = [made]
+    while waiting:
+        within = waiting.pop()
+        for place, one in within.items() if isinstance(within, dict) else enumerate(within):
+            if isinstance(one, str):
+                one = control.sub(lambda found: found[0][0] + mark + found[0][1:], one)
+            elif isinstance(one, list | tuple | dict):
+                one = dict(one) if isinstance(one, dict) else list(one)
+                waiting.append(one)
+            within[place] = one
+    return made[0]
 
 
 def _strings(value: Any) -> Iterator[str]:
