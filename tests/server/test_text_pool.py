@@ -28,6 +28,7 @@ from pageturner.server.text_workers.fork_server import ForkServer
 from pageturner.server.text_workers.reading import TextReader
 from pageturner.server.text_workers.text_pool import TextPool
 from pageturner.server.text_workers.text_worker import Job, facts_of, worker_of
+from pageturner.text import template_sandbox
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.output_format import KnownGrammars
 
@@ -231,6 +232,20 @@ def test_a_template_that_finds_no_memory_refuses_no_messages() -> None:
 
     with pytest.raises(MemoryError):
         template.render(Exhausted([{"role": "user", "content": "a"}]))
+
+
+def test_a_template_that_found_no_memory_is_compiled_another_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exhausted(*_: Any) -> Any:
+        raise MemoryError
+
+    source = "{{ messages[0].content }}, compiled nowhere else"
+    with monkeypatch.context() as scarce:
+        scarce.setattr(template_sandbox, "spending", exhausted)
+        with pytest.raises(MemoryError):
+            ChatTemplate(source)
+    assert not ChatTemplate(source).broken
 
 
 @pytest.mark.slow

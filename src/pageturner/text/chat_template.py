@@ -129,6 +129,8 @@ def _compiled(source: str) -> tuple[Any, str]:
             )
         return spending(compiling, lambda: environment.from_string(tree)), ""
     except Exception as error:  # of whatever kind: the source decides what fails in the compiler
+        if lacks_memory(error):
+            raise  # it may be read another time
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return None, f"{line}: {_printable(error)}"
 
