@@ -161,9 +161,7 @@ def too_much_memory(starved: bool) -> ClientError:
 def _limit(memory: int) -> int:
     """Bound this process, and return the bytes of data that it may have by this bound."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[5])  # what it can write to
-    own = most = pages * resource.getpagesize() + memory
+    own = most = _data() + memory
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         most = min(own, hard)
@@ -180,13 +178,17 @@ def _starved(own: int) -> bool:
     server or for what the machine has. A shared mapping does not count against its own bound."""
     if resource.getrlimit(resource.RLIMIT_DATA)[0] < own:
         return True
-    with open("/proc/self/statm") as file:
-        data = int(file.read().split()[5]) * resource.getpagesize()
     try:
-        mmap.mmap(-1, max(own - data, resource.getpagesize())).close()
+        mmap.mmap(-1, max(own - _data(), mmap.PAGESIZE)).close()
     except (OSError, MemoryError):
         return True
     return False
+
+
+def _data() -> int:
+    """Return the bytes that this process can write to."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * mmap.PAGESIZE
 
 
 def _peak() -> int:
