@@ -90,8 +90,7 @@ class OllamaPages:
 
     async def show(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = convert(await read_body(request.receive, service.config.max_body_size), ShowBody)
-        check_model(_named(body.model or body.name), served)
+        await self._check_named(request)
         sampling = service.generation.sampling
         files = await self._read()
         family = files.family or ARCHITECTURE
@@ -117,11 +116,14 @@ class OllamaPages:
 
     async def pull(self, request: HTTPRequest) -> Response:
         """Say that the served model is there. No other one is fetched on request."""
-        body = convert(
-            await read_body(request.receive, self._service.config.max_body_size), ShowBody
-        )
-        check_model(_named(body.model or body.name), self._service.served())
+        await self._check_named(request)
         return json_response({"status": "success"})
+
+    async def _check_named(self, request: HTTPRequest) -> None:
+        """ClientError where the body names another model than the served one."""
+        service = self._service
+        body = convert(await read_body(request.receive, service.config.max_body_size), ShowBody)
+        check_model(_named(body.model or body.name), service.served())
 
     async def _read(self) -> ModelFiles:
         if self._files is None:
