@@ -7,7 +7,6 @@ not know what is fetched. The thread ends before the server starts, which forks.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
@@ -54,18 +53,18 @@ def _answer_all(listener: socket.socket, over: int) -> None:
 def _answer(request: bytes) -> bytes:
     text = progress.doing() or "the model is looked for"
     if b"text/html" in request:
-        kind, body = "text/html", PAGE.format(text=escape(text), again=AGAIN)
+        kind, body = "text/html", PAGE.format(text=escape(text), again=AGAIN).encode()
     else:
-        kind = "application/json"
-        message = f"the server starts: {text}"
-        error = {"message": message, "type": "ServiceUnavailableError", "param": None}
-        body = json.dumps({"error": {**error, "code": 503, "reason": "loading"}})
+        # late: the engine starts before what only the server needs is imported
+        from pageturner.http.error_responses import error_body
+
+        kind, body = "application/json", error_body(503, "loading", f"the server starts: {text}")
     head = (
         "HTTP/1.1 503 Service Unavailable",
         f"content-type: {kind}; charset=utf-8",
-        f"content-length: {len(body.encode())}",
+        f"content-length: {len(body)}",
         f"retry-after: {AGAIN}",
         "cache-control: no-store",
         "connection: close",
     )
-    return "\r\n".join([*head, "", body]).encode()
+    return "\r\n".join([*head, "", ""]).encode() + body
