@@ -69,7 +69,7 @@ def test_turns_forks_and_lanes_follow_answers() -> None:
 
 @pytest.mark.slow
 def test_hints_find_what_lru_has_lost() -> None:
-    """A small trace; the whole one is in bench/accept/api_sessions.py."""
+    """Sessions whose requests say what they will need again, on a small trace."""
     agents = make_agents.make(3, 48, lanes=24)
     blocks = int(sessions_simulated.demand(agents)[0] / 2)
     lru = sessions_simulated.run(agents, blocks, hints=False)
