@@ -36,8 +36,8 @@ class Retuned(Machine):
     """Now and then something else is wanted. An engine that was started again gets it at once."""
 
     def _boot(self) -> None:
-        if "states" in self.config:  # as an engine sizes them: two for each of the most sequences
-            self.config |= {"states": 200, "tails": 200}
+        if "states" in self.config:  # a draft is shorter than a chunk, as the engine's are
+            self.drafting = min(self.drafting, self.config["chunk"] - 1)
         self.start = getattr(self, "start", None) or dict(self.config)
         self.config = dict(self.start)
         super()._boot()
