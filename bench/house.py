@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 94_150,
     "cli": 15_550,
 }
-WHOLE = {"src/pageturner": 609_250, "bench": 206_800, "tests": 686_200}  # tokens
+WHOLE = {"src/pageturner": 609_300, "bench": 206_800, "tests": 686_450}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

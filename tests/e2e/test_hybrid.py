@@ -10,9 +10,11 @@ from functools import cache
 import pytest
 
 from pageturner.executor.draft import PromptLookup
+from pageturner.kernels import recurrent
 from pageturner.kernels.base import Ops
 from pageturner.params import SamplingParams
 from pageturner.request import Request
+from pageturner.scheduler import blocks
 from support.decoding import backend
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
@@ -27,6 +29,10 @@ NAMES = (
     "falcon_h1",
     "falcon_h1_norm",
 )
+
+
+def test_scheduler_and_kernels_have_states_at_the_same_places() -> None:
+    assert blocks.CHUNK == recurrent.CHUNK
 
 
 @cache
