@@ -84,7 +84,7 @@ class Composites:
         x = embedded = _embedded(self, stack, batch, adapters)
         if any(layer.per_layer is not None for layer in stack.layers):
             embedded = _copy(self, x, len(batch.tokens))  # what is added to x may go into it
-        last = max(i for i, layer in enumerate(stack.layers) if layer.writes)
+        last = max((i for i, layer in enumerate(stack.layers) if layer.writes), default=-1)
         counts = [0, 0]  # layers so far with K and V that see everything, and that have a window
         for i, layer in enumerate(stack.layers):
             mine = sliding is not None and layer.shape.window > 0
