@@ -28,8 +28,8 @@ from support.servers import serving
 
 TESTS = Path(__file__).parents[1]
 LIST = walk.path(house.ARCHITECTURE)
-MAX_EXECUTED_FILES = 115
-MAX_EXECUTED_LINES = 21_460
+MAX_EXECUTED_FILES = 118
+MAX_EXECUTED_LINES = 21_800
 FEWEST, MOST = 15, 25
 TOKENS = 128
 BODY = {
