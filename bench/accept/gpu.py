@@ -1,5 +1,5 @@
-"""`make accept NAME=gpu`: what the GPU backend shows. Without a GPU: kernels compiled, sizes, times, and what
-planning ahead gains in the simulator. With one: what bench/gpu/run.py measures. The rest is held by tests/gpu.
+"""`make accept NAME=gpu`: what the GPU backend shows. Without a GPU: kernels compiled, sizes and times.
+With one: what bench/gpu/run.py measures. The rest is held by tests/gpu.
 
     python bench/accept/gpu.py [--only NAME ...]
 
@@ -181,31 +181,6 @@ def imports() -> Iterator[Line]:
     yield Line(what, f"{1e3 * took:.0f} ms", took < MAX_SECONDS)
 
 
-def ahead() -> Iterator[Line]:
-    """What planning one step ahead gains with an H200's roofline, in the simulator."""
-    path = GPU / "ahead.py"
-    if not path.is_file():
-        raise NotRun("bench/gpu/ahead.py is absent: the simulator knows no step ahead yet")
-    spec = importlib.util.spec_from_file_location("ahead", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = module.gains()
-    for one in found:
-        words = [
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in one.items()
-        ]
-        yield Line("one step ahead on an H200 (simulated)", ", ".join(words), None)
-    sequences = {one.get("sequences") for one in found}
-    yield Line(
-        "gains at 16, 64 and 256 sequences are told",
-        str(sorted(sequences, key=str)),
-        sequences >= {16, 64, 256},
-    )
-
-
 def device() -> Iterator[Line]:
     """Everything that run.py measures; elsewhere measured files are judged if they are named."""
     named = os.environ.get("PAGETURNER_GPU_TOLD", "")
@@ -243,7 +218,7 @@ def _measured() -> list[dict[str, Any]]:
     return run_judge.read(out)
 
 
-CHECKS = {one.__name__: one for one in (compiled, install, imports, ahead, device)}
+CHECKS = {one.__name__: one for one in (compiled, install, imports, device)}
 
 if __name__ == "__main__":
     sys.exit(harness.run("gpu", CHECKS))

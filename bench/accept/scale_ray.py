@@ -19,20 +19,20 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path += [str(Path(__file__).parent)]
 import harness
-from harness import Line, NotRun, processor_seconds
-from scale_router import TINY, metric, stream
+from harness import ROOT, Line, NotRun, processor_seconds
 
+TINY = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
 MARK = "PAGETURNER_ACCEPT_RAY"
-PATH = "/v1/completions"
 IDLE_SECONDS = 3.0
-Job = tuple[str, dict[str, Any]]
+Job = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +45,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ray-requests", type=int, default=100, help="for what Serve adds to a first byte"
     )
     parser.add_argument("--ray-patience", type=float, default=300.0, help="seconds for each change")
+
+
+def stream(
+    url: str, body: dict[str, Any], begun: list[int] | None = None
+) -> tuple[str, bool, float]:
+    """The text of a streamed answer, whether it ended as it should, seconds to its first byte. begun: gets
+    an entry then."""
+    asked = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    text, ended, begin, first = "", False, time.monotonic(), 0.0
+    with urllib.request.urlopen(asked, timeout=300) as answer:
+        for line in answer:
+            if not first:
+                first = time.monotonic() - begin
+                if begun is not None:
+                    begun.append(1)
+            if not line.startswith(b"data: "):
+                continue
+            data = line[6:].strip()
+            if data == b"[DONE]":
+                ended = True
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                return text, False, first
+            for choice in event["choices"]:
+                text += choice["text"]
+    return text, ended, first
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric over its labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        rows = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
 class Cluster:
@@ -145,7 +183,7 @@ class Cluster:
         """Seconds until the door knows so many; TimeoutError."""
         begin = time.monotonic()
         while time.monotonic() - begin < self.patience:
-            stream(self.url, PATH, {"prompt": "x", "max_tokens": 1, "stream": True})
+            stream(self.url, {"prompt": "x", "max_tokens": 1, "stream": True})
             if metric(self.url, "pageturner:router_replicas") == count:
                 return time.monotonic() - begin
             time.sleep(0.2)
@@ -197,7 +235,7 @@ class Load:
 
 def _text(url: str, job: Job, begun: list[int] | None = None) -> tuple[str, bool]:
     try:
-        text, ended, _ = stream(url, *job, begun)
+        text, ended, _ = stream(url, job, begun)
         return text, ended
     except OSError as error:
         return str(error), False
@@ -207,15 +245,12 @@ def _jobs(count: int, tokens: int) -> list[Job]:
     words = ("lamp", "river", "train")
     common = {"stream": True, "ignore_eos": True, "max_tokens": tokens}
     return [
-        (
-            PATH,
-            {
-                "prompt": f"Story number {i} begins with a {words[i % 3]}",
-                "seed": i,
-                "temperature": 0.9 if i % 2 else 0,
-                **common,
-            },
-        )
+        {
+            "prompt": f"Story number {i} begins with a {words[i % 3]}",
+            "seed": i,
+            "temperature": 0.9 if i % 2 else 0,
+            **common,
+        }
         for i in range(count)
     ]
 
@@ -316,7 +351,7 @@ def _added(cluster: Cluster, requests: int) -> Iterator[Line]:
                 taken[0][0], taken[1][0] = processor_seconds(*everybody), processor_seconds(*engine)
             for name, url in (("alone", alone.url), ("serve", cluster.url)):
                 begin = time.monotonic()
-                ttft = stream(url, *job)[2]
+                ttft = stream(url, job)[2]
                 if i >= 5:
                     first[name].append(1e3 * ttft)
                     whole[name].append(1e3 * (time.monotonic() - begin))
@@ -340,7 +375,7 @@ def _by_goodput(cluster: Cluster, jobs: list[Job], wanted: list[str]) -> Line:
     cluster.deploy([1, 2], max_num_seqs=4)
     cluster.wait_replicas(1)
     # a target for the first token would be refused at the door of an engine that cannot meet it
-    missed = [(path, {**body, "tpot_target_ms": 0.1}) for path, body in jobs]
+    missed = [{**body, "tpot_target_ms": 0.1} for body in jobs]
     with Load(cluster.url, missed, wanted, len(jobs)) as hard:
         up = cluster.wait_replicas(2)
     with Load(cluster.url, jobs, wanted, 1) as light:

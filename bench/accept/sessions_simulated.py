@@ -30,54 +30,28 @@ class Turn:
     """One that ran. cached: prompt tokens that it found; shared: that its conversation had computed before,
     None for the first turn of all."""
 
-    agent: int
-    turn: int
-    tenant: str
-    prompt: int
     cached: int
     shared: int | None
-    ttft: float = 0.0
-    block: int = BLOCK
 
     @property
     def found(self) -> bool | None:
         """Whether all whole blocks of it were there; but one: the last token before is computed again."""
         if self.shared is None:
             return None
-        return self.cached >= (self.shared // self.block - 1) * self.block
+        return self.cached >= (self.shared // BLOCK - 1) * BLOCK
 
 
 @dataclass(slots=True)
 class Outcome:
-    """All turns, in the order in which they began; seconds until the last one had ended; blocks in use or
-    wanted again, by time."""
+    """All turns, in the order in which they began; seconds until the last one had ended."""
 
     turns: list[Turn] = field(default_factory=list)
     seconds: float = 0.0
-    stats: dict[str, float] = field(default_factory=dict)
 
-    def share(self, tenants: tuple[str, ...] = ()) -> float:
+    def share(self) -> float:
         """Of the turns behind a first one, how many found what had been computed for them."""
-        asked = [
-            turn
-            for turn in self.turns
-            if turn.found is not None and (not tenants or turn.tenant in tenants)
-        ]
+        asked = [turn for turn in self.turns if turn.found is not None]
         return sum(bool(turn.found) for turn in asked) / max(1, len(asked))
-
-    def ttft(self, tenants: tuple[str, ...] = (), first: bool | None = None) -> list[float]:
-        chosen = [
-            turn.ttft
-            for turn in self.turns
-            if (not tenants or turn.tenant in tenants)
-            and (first is None or first == (turn.shared is None))
-        ]
-        return chosen or [0.0]
-
-    @property
-    def computed(self) -> int:
-        """Prompt tokens that no cache gave."""
-        return sum(turn.prompt - turn.cached for turn in self.turns)
 
 
 @dataclass(slots=True)
@@ -86,53 +60,47 @@ class Watcher:
 
     traffic: AgentTraffic
     outcome: Outcome = field(default_factory=Outcome)
-    _of: dict[Sequence, Turn] = field(default_factory=dict)
+    _begun: set[Sequence] = field(default_factory=set)
 
     @property
     def listener(self) -> Listener:
         return Listener(attached=self.attached, served=self.served)
 
     def attached(self, seq: Sequence, fresh: int) -> None:
-        if seq in self._of:  # behind a preemption
+        if seq in self._begun:  # behind a preemption
             return
         number, turn = divmod((seq.request.prompt[-1] - OWN) // 2, MAX_TURNS)
         shared = self.traffic.shared(number, turn)
-        tenant = seq.request.tenant
-        self._of[seq] = one = Turn(number, turn, tenant, seq.prompt_len, fresh, shared)
-        self.outcome.turns.append(one)
+        self._begun.add(seq)
+        self.outcome.turns.append(Turn(fresh, shared))
 
     def served(self, seq: Sequence, n: int, now: float) -> None:
-        if not seq.generated and seq.computed + n >= len(seq.tokens) and seq in self._of:
-            self._of[seq].ttft = now - seq.request.arrival
         self.outcome.seconds = now
 
 
-def run(agents: list[Agent], blocks: int, *, hints: bool, **settings: object) -> Outcome:
+def run(agents: list[Agent], blocks: int, *, hints: bool) -> Outcome:
     """What becomes of these agents with so much memory."""
     traffic = AgentTraffic(agents, hints=hints)
-    watcher, stacks = Watcher(traffic), list[SchedulerStack]()
-    config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256, **settings)  # type: ignore[arg-type]
+    watcher = Watcher(traffic)
+    config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256)
 
     def scheduler() -> object:
-        stack = make_scheduler(
-            config, num_blocks=blocks, max_model_len=8192, listeners=(watcher.listener,)
-        )
-        stacks.append(stack)
-        return stack.scheduler
+        listeners = (watcher.listener,)
+        made = make_scheduler(config, num_blocks=blocks, max_model_len=8192, listeners=listeners)
+        return made.scheduler
 
     simulator = Simulator(scheduler, COST, num_blocks=blocks)  # type: ignore[arg-type]
     simulator.run(traffic, progress=False)
-    watcher.outcome.stats = stacks[0].scheduler.stats()
     return watcher.outcome
 
 
-def demand(agents: list[Agent], block: int = BLOCK) -> tuple[float, int]:
+def demand(agents: list[Agent]) -> float:
     """Blocks of all conversations under way, each from its first turn to its last, where memory is boundless:
-    mean over the time in which all lanes are at work, and most."""
+    the mean over the time in which all lanes are at work."""
     traffic = AgentTraffic(agents, hints=True)
     used: list[tuple[float, float]] = []
     config = SchedulerConfig(
-        max_num_seqs=64, max_num_batched_tokens=256, max_session_share=1.0, block_size=block
+        max_num_seqs=64, max_num_batched_tokens=256, max_session_share=1.0, block_size=BLOCK
     )
     stacks: list[SchedulerStack] = []
 
@@ -147,5 +115,4 @@ def demand(agents: list[Agent], block: int = BLOCK) -> tuple[float, int]:
     simulator = Simulator(scheduler, COST, num_blocks=BOUNDLESS, watch=watch, leaps=False)  # type: ignore[arg-type]
     simulator.run(traffic, progress=False)
     end = used[-1][0]
-    busy = [live for at, live in used if 0.2 * end < at < 0.6 * end]
-    return statistics.mean(busy), int(max(live for _, live in used))
+    return statistics.mean(live for at, live in used if 0.2 * end < at < 0.6 * end)

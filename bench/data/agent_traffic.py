@@ -1,6 +1,6 @@
 """Agents: conversations with tool calls between their turns, which say what becomes of their KV, or do not.
 
-Owns the file of such a trace and how its conversations follow each other. A lane is somebody who has one
+Owns how the conversations follow each other. A lane is somebody who has one
 agent after the other do something; so it is a closed loop, and who is made to wait sends nothing meanwhile.
 Must not know how anything is scheduled or kept.
 """
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-from pageturner.errors import EngineFault
 from pageturner.lab.traffic.traffic import OWN, Pieces, TrafficRequest
 from pageturner.request import SessionHint
 
@@ -45,15 +43,6 @@ class Agent(msgspec.Struct, frozen=True):
     turns: list[AgentTurn]
     releases: bool = True
     fork_of: tuple[int, int] | None = None
-
-
-def read_agents(path: Path) -> list[Agent]:
-    """The conversations of a trace, JSON lines. EngineFault('workload') says what is wrong with it."""
-    try:
-        lines = path.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=Agent) for line in lines if line.strip()]
-    except (OSError, msgspec.DecodeError) as error:
-        raise EngineFault("workload", f"cannot read {path}: {error}") from error
 
 
 def name_of(agent: Agent) -> str:

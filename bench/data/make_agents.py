@@ -1,4 +1,4 @@
-"""Writes a trace of agents (bench/data/agent_traffic.py) from a seed: `agents.jsonl` here is seed 1.
+"""Makes agents (bench/data/agent_traffic.py) from a seed.
 
 Lengths follow recorded agents (46 runs on SWE-bench with 2,146 turns: a prompt of some 16,500 tokens that all
 begin with, then at the median 146 new tokens and 106 of an answer in each turn), for a small model on a small
@@ -10,15 +10,11 @@ one in six is never heard of again without a word.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-from pathlib import Path
 
-import msgspec
 from agent_traffic import Agent, AgentTurn
 
-HERE = Path(__file__).parent
 TOOLS = ((0.2, 0.6), (0.5, 2.0), (1.5, 5.0))  # seconds
 SYSTEMS = (416, 352, 304)  # tokens
 LANES, TENANTS = 24, ("red", "blue")
@@ -66,17 +62,3 @@ def make(seed: int, agents: int, lanes: int = LANES) -> list[Agent]:
                 Agent(number + 1, -1, one.tenant, one.system, turns, True, (number, behind))
             )
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--agents", type=int, default=72)
-    parser.add_argument("--output", type=Path, default=HERE / "agents.jsonl")
-    arguments = parser.parse_args()
-    rows = [msgspec.json.encode(agent) for agent in make(arguments.seed, arguments.agents)]
-    arguments.output.write_bytes(b"\n".join(rows) + b"\n")
-
-
-if __name__ == "__main__":
-    main()

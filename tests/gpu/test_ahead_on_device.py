@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from pageturner.kernels.gpu.ops import GpuOps
@@ -45,22 +42,3 @@ def test_tokens_are_those_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert (made, replayed > 0) == (0, True)
     assert made_ahead >= 4
     assert replayed_ahead > 0
-
-
-@pytest.mark.slow
-def test_what_it_gains_is_told_for_each_model_and_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(__file__).parents[2] / "bench" / "gpu" / "ahead.py"
-    spec = importlib.util.spec_from_file_location("bench_ahead", path)
-    assert spec is not None
-    assert spec.loader is not None
-    ahead = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ahead)
-    monkeypatch.setattr(ahead, "STEPS", 10)
-    told = ahead.gains()
-    assert [(one["model"], one["sequences"]) for one in told] == [
-        (name, n) for name in ("Llama-3.1-8B", "Qwen3-0.6B") for n in (16, 64, 256)
-    ]
-    for one in told:
-        assert one["plain_ms"] == pytest.approx(one["host_ms"] + one["device_ms"], abs=0.002)
-        assert one["ahead_ms"] == max(one["host_ahead_ms"], one["device_ms"])
-        assert 1 < one["gain"] < 3
