@@ -11,6 +11,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.kernels.cpu import native_module
+from pageturner.parallel import tensor_parallel
 from pageturner.params import SamplingParams
 from pageturner.request import Refused, Request
 from support.engines import GOLDENS
@@ -40,6 +41,22 @@ def test_settings(tmp_path: Path, settings: dict[str, Any], code: str, says: str
     if "kv_file" in settings:
         settings = {"kv_file": str(tmp_path / "kv")}
     with pytest.raises(EngineFault, match=says) as fault:
+        engine(**settings)
+    assert fault.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"kv_host_memory": 1 << 20}, "bad_setting"),
+        ({"speculation": "draft", "draft_model": str(HYBRID)}, "draft_model"),
+    ],
+)
+def test_before_any_weight_is_read(
+    settings: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_parallel, "load", lambda *rest: pytest.fail("it was loaded"))
+    with pytest.raises(EngineFault, match="recurrent") as fault:
         engine(**settings)
     assert fault.value.code == code
 

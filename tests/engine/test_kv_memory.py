@@ -12,6 +12,7 @@ from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import GIB, KVForm, KVSizes, plan_kv
 from pageturner.kernels.base import KVSpec
+from pageturner.kernels.recurrent import RecurrentSpec
 from pageturner.models.spec import LinearSpec
 from pageturner.params import SamplingParams
 from pageturner.request import Request
@@ -140,7 +141,7 @@ def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that
     tail = 30 * (32 * 32 * 4 + 16 * 128 * 32 * 2 + 32 * 128 * 32 * 2 + 32 * 8192 * 2)
     assert (storage.state_bytes, storage.tail_bytes) == (state, tail)
     one = KVSpec(10, 1, 16, 2, 256, "float16")
-    form = KVForm(one, recurrent=(state, tail))
+    form = KVForm(one, recurrent=storage)
     total = 8 * GIB
 
     def planned(**settings: Any) -> KVSizes:
@@ -161,7 +162,7 @@ def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that
     sizes = plan_kv(replace(form, of_draft=3 * one.nbytes), drafted, 262_144, FREE)
     used = (sizes.states + 1) * state + 17 * tail + 4 * sizes.blocks * one.nbytes
     assert total - state < used <= total, "a draft model has its part of each block"
-    small = KVForm(one, recurrent=(1000, 1000))
+    small = KVForm(one, recurrent=RecurrentSpec(1, 16, 3))
     enough = plan_kv(small, EngineConfig(model="x", max_num_seqs=2), 4096, FREE)
     assert enough == KVSizes(2 * 256, states=4 + 2 * 128, tails=4), "no more than can be used"
     crowd = planned(max_num_seqs=1000)  # half of the memory holds fewer

@@ -237,3 +237,19 @@ def test_a_budget_that_nobody_set_stays() -> None:
         before,
         4,
     )
+
+
+@pytest.mark.parametrize("seats", [1, 3])
+def test_more_sequences_than_states_were_made_for_wait(seats: int) -> None:
+    """A larger max_num_seqs takes no state from a sequence that runs."""
+    scheduler, stack = stack_with(max_num_seqs=seats, states=2 * seats, tails=2 * seats, chunk=8)
+    assert reconfigure(stack, 64, 16, "chunked", "fcfs")
+    for id in range(12):
+        scheduler.add(request(id, prompt=13, max_tokens=20))
+    most, now = 0, 0.0
+    while scheduler.has_work:
+        step(scheduler, now)
+        most, now = max(most, len(scheduler.running)), now + 1
+        check(stack)
+    assert most == seats
+    assert scheduler.stats()["preemptions"] == 0

@@ -21,13 +21,13 @@ def pool_of(states: int, blocks: int = 60_000, every: int = 2048) -> BlockPool:
     return pool
 
 
-def compute(pool: BlockPool, tokens: list[int], prompt: int = 0) -> Sequence:
+def compute(pool: BlockPool, tokens: list[int], prompt: int = 0, step: int = STEP) -> Sequence:
     """A sequence that has computed its tokens; those behind the prompt one by one."""
     prompt = prompt or len(tokens)
     seq = Sequence(Request(0, tuple(tokens[:prompt])), tokens=list(tokens))
     seq.cached = pool.attach(seq)
     while seq.computed < len(tokens):
-        n = 1 if seq.computed >= prompt else min(STEP, prompt - seq.computed)
+        n = 1 if seq.computed >= prompt else min(step, prompt - seq.computed)
         assert pool.extend(seq, n)
         pool.begin()
         seq.computed += n
@@ -145,3 +145,46 @@ def test_small_states_stay_at_every_boundary() -> None:
             assert again.cached == 6000 // 32 * 32
             pool.release(again)
     check_pool(pool, [])
+
+
+def test_a_step_over_many_boundaries_passes_all_but_the_last() -> None:
+    """Whatever the steps are: what has no reason of its own goes before what has one."""
+    left = []
+    for step in (32, 512, 2048):
+        pool, tokens = pool_of(200), list(range(3000))
+        pool.release(compute(pool, tokens, step=step))
+        assert len(kept(pool, tokens)) > 8
+        for i in range(220):
+            pool.release(compute(pool, [10_000 + i] * 40))
+        left.append(kept(pool, tokens))
+    assert left == [[2048, 2976]] * 3
+
+
+def test_a_state_whose_kv_was_overwritten_goes_first() -> None:
+    pool = pool_of(12, blocks=40)
+    pool.release(compute(pool, list(range(100))))
+    pool.release(compute(pool, [*range(1000, 1600)]))  # takes all blocks but a few
+    lost = [key for key in pool.states.index if key not in pool.full.index]
+    assert lost
+    table: list[int] = []
+    pool.states.write(table, 0, pool.states.available - len(pool.states.cached) + len(lost))
+    assert all(key in pool.full.index for key in pool.states.index)
+
+
+def test_which_state_goes_is_found_without_a_look_at_all() -> None:
+    """The one of least worth, as a look at all of them says, while they come, are used and go."""
+    pool = pool_of(64, blocks=2000)
+    states, dice = pool.states, random.Random(7)
+    snapshots = states.cached
+    assert isinstance(snapshots, Snapshots)
+    looked = 0
+    for turn in range(400):
+        start = dice.randrange(12)
+        tokens = [(start << 16) + t for t in range(dice.randint(40, 1200))]
+        pool.release(compute(pool, [*tokens, turn], prompt=len(tokens)))
+        if snapshots._passed or not snapshots._kept:
+            continue
+        looked += 1
+        assert states.oldest() == min(snapshots._kept.values())[2]
+        assert len(snapshots._heap) <= 2 * len(snapshots._kept) + 200
+    assert looked > 50

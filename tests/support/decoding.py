@@ -51,7 +51,7 @@ class Decoding:
         for kv in self._kv:  # a read of what was never written becomes NaN
             poison_blocks(kv, list(range(blocks)))
         self._blocks = range(blocks)
-        spec = decoder.recurrent_spec(dtype)
+        spec = decoder.spec.recurrent_spec(dtype)
         self._cache = spec and alloc(spec, blocks, blocks)
         if self._cache is not None:
             self._cache.states[:] = self._cache.tail[:] = 0xFF  # NaN

@@ -21,7 +21,7 @@ from pageturner.engine import machine, machine_limits
 from pageturner.engine.machine import Machine
 from pageturner.engine.step_sizes import STEP
 from pageturner.errors import EngineFault
-from pageturner.executor.draft_compatibility import check_speculation, cost_of
+from pageturner.executor.draft_compatibility import check_draft, check_speculation, cost_of
 from pageturner.executor.kv_memory import KVForm, available_memory, plan_kv
 from pageturner.formats import hub
 from pageturner.formats.generation_config import read_generation
@@ -30,6 +30,7 @@ from pageturner.formats.hf_config import read_json
 from pageturner.kernels import peak
 from pageturner.kernels.base import KVSpec
 from pageturner.kernels.cpu import native_module
+from pageturner.kv.kv_connectors import check_model
 from pageturner.models.load import check_memory, open_model, what_becomes
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
@@ -305,6 +306,7 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
         return 0, 0
     model = hub.resolve(config.draft_model, offline=True)
     file, spec, layout = open_model(model.path)
+    check_draft(spec)
     check_memory(file, layout, config.dtype, config.quantization, available_memory())
     one, cost = _block(config, spec), cost_of(spec, target)
     report.add(
@@ -336,9 +338,9 @@ def _kv(
         message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
         raise EngineFault("bad_setting", message)
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
-    storage = None if spec.linear is None else spec.linear.storage(one.dtype)
-    recurrent = None if storage is None else (storage.state_bytes, storage.tail_bytes)
-    form = KVForm(one, windowed, spec.window, beside, recurrent)
+    storage = spec.recurrent_spec(one.dtype)
+    check_model(config, storage is not None)
+    form = KVForm(one, windowed, spec.window, beside, storage)
     sizes = plan_kv(form, config, length, free)
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size

@@ -31,7 +31,12 @@ from pageturner.errors import EngineFault
 from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Costs, Drafter, PromptLookup, best_length
-from pageturner.executor.draft_compatibility import check_speculation, check_tokens, cost_of
+from pageturner.executor.draft_compatibility import (
+    check_draft,
+    check_speculation,
+    check_tokens,
+    cost_of,
+)
 from pageturner.executor.draft_model import MAX_DRAFT, DraftModel
 from pageturner.executor.grammar import Grammars
 from pageturner.executor.kv_memory import KVForm, KVLayout, KVSizes, available_memory, plan_kv
@@ -40,10 +45,11 @@ from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.peak import quick_peak
-from pageturner.kv.kv_connectors import KVConnectors, wants_tiers
+from pageturner.kv.kv_connectors import KVConnectors, check_model, wants_tiers
 from pageturner.kv.kv_survival import SurvivingKV
 from pageturner.kv.kv_transfer import KVStorage
 from pageturner.models.decoder import Decoder
+from pageturner.models.load import open_model
 from pageturner.parallel import tensor_parallel
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.scheduler.listener import Listener
@@ -126,6 +132,9 @@ def make_engine(
         return _build_fake(config, connectors)
     phases = Phases(on_phase)
     model = phases.run("find", lambda: hub.resolve(config.model))
+    if wants_tiers(config):  # what these do not go with is refused before anything is loaded
+        spec = open_model(model.path, config.load_format, config.load_seed).spec
+        check_model(config, spec.linear is not None)
     chosen = phases.run("device", lambda: _device(config, model))
     ranks = tensor_parallel.processes_of(config, chosen.ops)
     ops = phases.run(
@@ -136,7 +145,6 @@ def make_engine(
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     length = _model_len(config, decoder.spec.context)
-    _check_recurrent(config, decoder, smaller)
     config = _tried(phases, decoder, chosen, ranks and ranks.ops, config, length)
     rope = decoder.spec.rope.choice(length)
     fingerprint = fingerprint_of(ops, config, devices.kv_type(config), rope)
@@ -244,8 +252,7 @@ def _kv_sizes(
     free -= config.kv_host_memory
     config = replace(config, kv_cache_memory=asked)
     of_draft = _block_spec(smaller, config).nbytes if smaller else 0
-    spec = decoder.recurrent_spec(devices.kv_type(config))
-    recurrent = None if spec is None else (spec.state_bytes, spec.tail_bytes)
+    recurrent = decoder.spec.recurrent_spec(devices.kv_type(config))
     form = KVForm(_block_spec(decoder, config), *windows, of_draft, recurrent)
     return plan_kv(form, config, max_model_len, free)
 
@@ -271,7 +278,7 @@ def _surviving_kv(
         return None
     spec, tiers = _block_spec(decoder, config), wants_tiers(config)
     about: tuple[Any, ...] = (weights_digest(config), fingerprint, spec, decoder.windowed)
-    about += (decoder.window, tiers, decoder.recurrent_spec(devices.kv_type(config)))
+    about += (decoder.window, tiers, decoder.spec.recurrent_spec(devices.kv_type(config)))
     identity = hashlib.blake2b(repr(about).encode(), digest_size=32).digest()
     return SurvivingKV(kv_fd, identity, _threads(config))
 
@@ -302,21 +309,10 @@ def _check(config: EngineConfig) -> None:
     tensor_parallel.check(config)
 
 
-def _check_recurrent(config: EngineConfig, decoder: Decoder, smaller: Decoder | None) -> None:
-    """EngineFault for what states of recurrent layers do not go with yet."""
-    spec, drafts = decoder.spec, smaller is not None and smaller.spec.linear is not None
-    if wants_tiers(config) and spec.linear is not None:
-        flags = "--kv-host-memory, --kv-file, --prefill-listen and --prefill-from"
-        message = f"{flags} do not go with recurrent layers yet: leave them out"
-        raise EngineFault("bad_setting", message)
-    if drafts:
-        message = "a model with recurrent layers cannot be a draft model yet: use another one"
-        raise EngineFault("draft_model", message)
-
-
 def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Tokenizer]) -> Decoder:
     """EngineFault('draft_model') if its tokens are not the target's."""
     path = hub.resolve(config.draft_model).path
+    check_draft(open_model(path).spec)
     check_tokens(target(), load_tokenizer(path), str(path))
     return tensor_parallel.load(path, ops, config)
 

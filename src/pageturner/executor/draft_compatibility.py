@@ -17,6 +17,13 @@ def check_speculation(config: EngineConfig) -> None:
         raise EngineFault("bad_setting", "--speculation draft and --draft-model MODEL go together")
 
 
+def check_draft(spec: ModelSpec) -> None:
+    """EngineFault for a draft model whose drafts could not be taken back."""
+    if spec.linear is not None:
+        message = "a model with recurrent layers cannot be a draft model yet: use another one"
+        raise EngineFault("draft_model", message)
+
+
 def check_tokens(target: Tokenizer, draft: Tokenizer, path: str) -> None:
     """EngineFault('draft_model') unless a token means the same to both. One of the two may have
     padding behind the tokens of the other."""

@@ -11,7 +11,7 @@ from pageturner import memory
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
-from pageturner.kernels.recurrent import CHUNK
+from pageturner.kernels.recurrent import CHUNK, RecurrentSpec
 
 GIB = 1024**3
 MAX_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-memory
@@ -47,14 +47,14 @@ class KVForm:
 
     one       the spec of one block of all layers, of which `windowed` see only `window` positions
     of_draft  bytes of a draft model beside each of `KVSizes.blocks`
-    recurrent  of recurrent layers, bytes of a state and of a tail; None: there are none
+    recurrent  the storage of recurrent layers; None: there are none
     """
 
     one: KVSpec
     windowed: int = 0
     window: int = 0
     of_draft: int = 0
-    recurrent: tuple[int, int] | None = None
+    recurrent: RecurrentSpec | None = None
 
 
 SNAPSHOTS = 0.6  # of the memory that running sequences leave, the part for states that are kept
@@ -116,13 +116,13 @@ def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: i
 
 
 def _with_states(
-    form: KVForm, sizes: tuple[int, int], config: EngineConfig, max_model_len: int, total: int
+    form: KVForm, storage: RecurrentSpec, config: EngineConfig, max_model_len: int, total: int
 ) -> KVSizes:
     """Return the sizes of a model with recurrent layers: two states and two tails for as many
     sequences as may run, or as half of the memory holds, and one of each for padding; the rest for
     states that are kept, and for KV. Without the prefix cache no state is kept. Blocks that nobody
     can use become states."""
-    state, tail = sizes
+    state, tail = storage.state_bytes, storage.tail_bytes
     block = form.one.nbytes + form.of_draft
     seats = min(config.max_num_seqs, int((total * SEATS / (state + tail) - 1) // 2))
     rest = total - (2 * seats + 1) * (state + tail)

@@ -80,7 +80,7 @@ class Runner:
         self.nbytes = sum(spec.nbytes for spec in specs) + (drafter.nbytes if drafter else 0)
         alloc = alloc or ops.alloc_kv
         self.storage: list[KV] = [alloc(spec) if spec.layers else None for spec in specs]
-        recurrent = decoder.recurrent_spec(kv_dtype)
+        recurrent = decoder.spec.recurrent_spec(kv_dtype)
         self.recurrent: RecurrentCache | None = None
         if recurrent is not None:
             self.recurrent = alloc_recurrent(recurrent, sizes.states + 1, sizes.tails + 1)

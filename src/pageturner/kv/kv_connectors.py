@@ -201,6 +201,14 @@ def prefill_key(config: EngineConfig) -> bytes:
     return key
 
 
+def check_model(config: EngineConfig, recurrent: bool) -> None:
+    """EngineFault for settings that do not go with a model. recurrent: some of its layers are."""
+    if recurrent and wants_tiers(config):
+        flags = "--kv-host-memory, --kv-file, --prefill-listen and --prefill-from"
+        message = f"{flags} do not go with recurrent layers yet: leave them out"
+        raise EngineFault("bad_setting", message)
+
+
 def check(config: EngineConfig) -> None:
     """EngineFault for settings that cannot be."""
     if not wants_tiers(config):

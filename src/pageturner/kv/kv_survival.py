@@ -37,6 +37,7 @@ from pageturner.kernels.base import I32, KV, KVSpec
 from pageturner.kernels.recurrent import RecurrentCache
 from pageturner.kv import kv_file
 from pageturner.kv.kv_block_file import RECORD
+from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener, StepReport
 from pageturner.scheduler.store import Store
@@ -191,7 +192,7 @@ class Directory:
                 in_order = dict(reversed(kept.items()))
             adopt(self._store, in_order)
             self._stored.take_huge_pages(max(kept))
-        self._store.on_publish, self._store.on_evict = self._published, self._strike_out
+        add_block_hooks(self._store, self._published, self._strike_out)
         return len(kept)
 
     def _published(self, key: bytes, block: int) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
 from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops, Stack
 from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
-from pageturner.kernels.recurrent import RecurrentSpec
 from pageturner.models.spec import ModelSpec, unsupported
 from pageturner.models.weights import Weights
 
@@ -66,10 +65,6 @@ class Decoder:
         and `sliding` blocks of the windowed ones."""
         whole, windowed = self.kv_spec(blocks, block_size, dtype).split(self.windowed)
         return whole, replace(windowed, blocks=sliding)
-
-    def recurrent_spec(self, dtype: str) -> RecurrentSpec | None:
-        """The storage of the states of recurrent layers; None: there are none."""
-        return None if self.spec.linear is None else self.spec.linear.storage(dtype)
 
     def forward(self, batch: Batch, kv: KV) -> F32:
         """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows,

@@ -411,6 +411,10 @@ class ModelSpec:
         local = replace(one, layers=windowed, kv_heads=kv_heads, head_dim=head_dim)
         return replace(one, layers=layers - windowed, beside=local)
 
+    def recurrent_spec(self, dtype: str) -> RecurrentSpec | None:
+        """The storage of the states of recurrent layers; None: there are none."""
+        return None if self.linear is None else self.linear.storage(dtype)
+
     def hiding(self, positions: int) -> int:
         """The number of layers with KV that hide a part of sequences of so many positions."""
         layers = range(self.layers - self.sharing)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.store import GONE
 from pageturner.scheduler.types import Sequence
 
 LEAST = 128  # tokens between two snapshots that are worth having both
@@ -37,9 +39,9 @@ class Snapshots(MutableMapping[int, None]):
     A step keeps the states at multiples of `every`, where its prompt parts from others that are
     cached, and before the end of the prompt, and others while they cost nothing: all of them where
     there is a slot for each that the KV cache has room for (LFM2). When there is no
-    room, states go that sequences passed without a reason to keep them; then the one that saves the
-    fewest tokens, times its uses, where all others gain in worth whenever one goes (greedy dual
-    size frequency, Cherkasova 1998).
+    room, states go whose KV was overwritten; then those that sequences passed without a reason to
+    keep them; then the one that saves the fewest tokens, times its uses, where all others gain in
+    worth whenever one goes (greedy dual size frequency, Cherkasova 1998).
     """
 
     def __init__(self, pool: BlockPool, every: int) -> None:
@@ -48,11 +50,13 @@ class Snapshots(MutableMapping[int, None]):
         room = self._store.num_blocks * pool.grain
         self._all = room >= pool.full.num_blocks * pool.block_size
         self._known: dict[int, Snapshot] = {}
-        self._passed: OrderedDict[int, None] = OrderedDict()
-        self._kept: dict[int, int] = {}  # slot -> its worth
-        self._floor = 0  # the worth of the last that went
+        self._passed: OrderedDict[int, None] = OrderedDict()  # those without KV stand first
+        # slot -> worth, a number that rises, slot; the heap has these, and others that are no more
+        self._kept: dict[int, tuple[int, int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []
+        self._floor = self._number = 0  # the worth of the last that went, and the last number
         self._store.cached, self._store.oldest = self, self._oldest
-        pool.wanted, pool.on_state = self.wanted, self._found
+        pool.wanted, pool.on_state, pool.full.on_evict = self.wanted, self._found, self._kv_gone
 
     def wanted(self, seq: Sequence, start: int, end: int) -> Iterable[int]:
         """The positions behind `start`, up to `end`, whose states are to be kept; more of them
@@ -94,9 +98,10 @@ class Snapshots(MutableMapping[int, None]):
     def _found(self, seq: Sequence, position: int, slot: int) -> None:
         """A state becomes findable, or is one that was. The one before it in its sequence, if there
         was no reason for it, has been passed."""
-        live = seq.states[seq.states.released]
-        before = self._known.get(live)
-        if before is not None and live != slot and not before.gain:
+        places = range(position // self._pool.chunk - 1, seq.states.released - 1, -1)
+        last = next((seq.states[i] for i in places if seq.states[i] != GONE), GONE)
+        before = self._known.get(last)
+        if before is not None and last != slot and not before.gain:
             before.passed = True
         key, known = self._store.keys[slot], self._known.get(slot)
         if known is None or known.key != key:
@@ -105,28 +110,41 @@ class Snapshots(MutableMapping[int, None]):
         if position in self._reasons(seq, position - 1, position):
             known.gain = position - self._before(seq, position)
 
+    def _kv_gone(self, key: bytes, block: int) -> None:
+        """The KV that ends where a state stands was overwritten: the state is the next to go."""
+        slot = self._store.index.get(key, GONE)
+        if slot in self:
+            self._kept.pop(slot, None)
+            self._passed[slot] = None
+            self._passed.move_to_end(slot, last=False)
+
     def _oldest(self) -> int:
         """The state that is overwritten next. There must be a cached one."""
         if self._passed:
             return next(iter(self._passed))
-        slot = min(self._kept, key=self._worth)
-        self._floor = max(self._floor, self._kept[slot])
+        while self._kept.get(self._heap[0][2]) != self._heap[0]:
+            heappop(self._heap)
+        worth, _, slot = self._heap[0]
+        self._floor = max(self._floor, worth)
         return slot
-
-    def _worth(self, slot: int) -> int:
-        """The worth of a cached state; that of one whose KV was overwritten is nothing."""
-        return self._kept[slot] if self._store.keys[slot] in self._pool.full.index else -1
 
     # -- as a mapping, which is all that a store sees of it ----------------------------------------
     def __setitem__(self, slot: int, value: None) -> None:
-        known = self._known.get(slot)
-        if known is not None and known.passed:
+        known, key = self._known.get(slot), self._store.keys[slot]
+        has_kv = key in self._pool.full.index
+        if not has_kv or (known is not None and known.passed):
             self._passed[slot] = None
+            self._passed.move_to_end(slot, last=has_kv)
             return
         worth = self._pool.grain  # of one that a process before this one left, too
         if known is not None:
             worth = known.uses * max(known.gain, worth)
-        self._kept[slot] = self._floor + worth
+        self._number += 1
+        self._kept[slot] = self._floor + worth, self._number, slot
+        heappush(self._heap, self._kept[slot])
+        if len(self._heap) > 2 * len(self._kept) + LEAST:
+            self._heap = list(self._kept.values())
+            heapify(self._heap)
 
     def __delitem__(self, slot: int) -> None:
         if slot in self._passed:

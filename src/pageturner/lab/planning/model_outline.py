@@ -29,6 +29,7 @@ from pageturner.formats.hf_config import (
 )
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import GPU_HEAD_MULTIPLE, KVSpec
+from pageturner.kernels.recurrent import RecurrentSpec
 from pageturner.lab.planning.model_outline_keys import (
     KVLayers,
     Usual,
@@ -95,13 +96,9 @@ class Outline:
         `KV_TYPES`."""
         return sum(self.layer_bytes(layers, dtype) for layers in self.kv)
 
-    def recurrent(self, dtype: str) -> tuple[int, int]:
-        """Bytes of a state of all recurrent layers, and of the rows behind it; a sequence that runs
-        has two of each."""
-        if self.spec is None or self.spec.linear is None:
-            return 0, 0
-        storage = self.spec.linear.storage(dtype)
-        return storage.state_bytes, storage.tail_bytes
+    def recurrent(self, dtype: str) -> RecurrentSpec | None:
+        """The storage of the states of recurrent layers; None: there are none, as far as known."""
+        return None if self.spec is None else self.spec.recurrent_spec(dtype)
 
     def layer_bytes(self, layers: KVLayers, dtype: str) -> int:
         """One token in all layers of one kind, as the engine's own KV storage has it."""
