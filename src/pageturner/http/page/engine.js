@@ -81,6 +81,8 @@ function drawBlocks(seen) {
   parts.push(`${cached} cached`);
   if (pinned) parts.push(`${pinned} pinned`);
   parts.push(`${total - used - cached} free`);
+  const {state_blocks_total: states = 0, state_blocks_used: live = 0, state_blocks_cached: kept = 0} = seen.figures;
+  if (states) parts.push(`and beside them ${live} of ${states} recurrent states in use, ${kept} kept`);
   at("blocks-text").textContent = parts.join(", ") + ".";
   at("blocks").setAttribute("aria-label", "KV memory: " + parts.join(", "));
   const amount = each < 1 ? `1 block of ${size} tokens` : `${each.toFixed(each < 10 ? 1 : 0)} blocks of ${size} tokens`;

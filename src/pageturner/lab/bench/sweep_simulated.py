@@ -119,7 +119,8 @@ class SimulatedServer:
         """Return how many such requests its KV memory holds at once, all at their full length."""
         size = self.config.block_size
         blocks = sum(-(-(prompt + answer) // size) for prompt, answer in lengths)
-        return self.sizes.blocks * len(lengths) // max(blocks, 1)
+        fit = self.sizes.blocks * len(lengths) // max(blocks, 1)
+        return min(fit, self.sizes.tails // 2) if self.sizes.tails else fit
 
     def point(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from pageturner.lab.commands import simulated_engines
 from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
+    from pageturner.executor.kv_memory import KVSizes
     from pageturner.lab.planning.kv_planner import ClusterPlan, Fit, KVPlanner
     from pageturner.lab.planning.model_outline import Outline
     from pageturner.lab.simulation.roofline import GPU
@@ -32,6 +34,7 @@ SETTINGS = (
     "dtype",
     "quantization",
     "max_loras",
+    "max_num_seqs",
     "kv_host_memory",
 )
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # 3/4 of a power of two: rounding up costs its average
@@ -111,7 +114,7 @@ class LengthRow:
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
     """A model and its plan. `memory`: bytes, for weights, adapters and KV; `adapters`: of
-    those in memory."""
+    those in memory; `sizes`: what the engine makes of the rest, None: it cannot run."""
 
     model: Outline
     source: Path
@@ -124,6 +127,7 @@ class ModelPlan:
     gpu: GPU | None = None
     gpus: int = 1
     cluster: ClusterPlan | None = None
+    sizes: KVSizes | None = None
 
     def render(self) -> str:
         """The plan for people: facts, a table, a picture, notes."""
@@ -140,6 +144,7 @@ class ModelPlan:
     def data(self) -> dict[str, Any]:
         """The same for programs."""
         planner, model = self.planner, self.model
+        storage = model.recurrent(planner.dtype)
         kv = {
             "dtype": planner.dtype,
             "block_size": planner.block_size,
@@ -147,7 +152,7 @@ class ModelPlan:
             "bytes_per_block": model.bytes_per_token(planner.dtype) * planner.block_size,
             "max_model_len": planner.longest,
             "bytes_per_sequence": planner.sequence_bytes(planner.longest),
-            "bytes_per_state": model.recurrent(planner.dtype)[0],
+            "bytes_per_state": storage.state_bytes if storage else 0,
         }
         return {
             "model": {
@@ -163,6 +168,7 @@ class ModelPlan:
             "weights": {"bytes": model.weights, "from": model.weights_from},
             "adapters": {"bytes": self.adapters},
             "kv": kv,
+            "engine": asdict(self.sizes) if self.sizes else None,
             "memory": {"bytes": self.memory, "from": self.memory_from, "kv_bytes": planner.memory},
             "rows": [asdict(row) for row in self.rows],
             "cluster": asdict(self.cluster) if self.cluster else None,
@@ -209,7 +215,14 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
         gpu=gpu,
         gpus=gpus,
         cluster=_cluster(arguments, config, planner, gpu),
+        sizes=_sizes(planner, config),
     )
+
+
+def _sizes(planner: KVPlanner, config: EngineConfig) -> KVSizes | None:
+    with suppress(EngineFault):
+        return planner.sizes(config) if planner.memory else None
+    return None
 
 
 def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
@@ -368,7 +381,7 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
 def _facts(plan: ModelPlan) -> str:
     model, planner = plan.model, plan.planner
     token = model.bytes_per_token(planner.dtype)
-    state, _ = model.recurrent(planner.dtype)
+    storage, sizes = model.recurrent(planner.dtype), plan.sizes
     windows = ", ".join(
         f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window
     )
@@ -391,11 +404,8 @@ def _facts(plan: ModelPlan) -> str:
         ),
         ("KV, one token", f"{_size(token)} ({planner.dtype})"),
         ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
-        *(
-            [("one state", f"{_size(state)}, of recurrent layers: two of each running sequence")]
-            if state
-            else []
-        ),
+        *([("one state", f"{_size(storage.state_bytes)}, of recurrent layers")] if storage else []),
+        *([("states", _states(sizes))] if sizes and sizes.states else []),
         (
             "one sequence",
             f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens",
@@ -408,6 +418,12 @@ def _facts(plan: ModelPlan) -> str:
         *([("reading", _reading(plan))] if plan.gpu else []),
     ]
     return "\n".join(f"{name:14} {text}" for name, text in rows)
+
+
+def _states(sizes: KVSizes) -> str:
+    from pageturner.lab.planning.kv_planner import states_in_words
+
+    return states_in_words(sizes)
 
 
 def _rank(plan: ModelPlan) -> str:

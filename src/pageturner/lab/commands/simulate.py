@@ -444,6 +444,7 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
         *(simulated_engines.turnover_in_words(run) for run in runs if "turnover" in run),
     ]
     if not search:
+        lines += [_states(run["engines"]) for run in runs if "state_hits" in run["engines"]]
         lines += [
             f"money: {run['replicas']:,} replicas{_money(run)}" for run in runs if _money(run)
         ]
@@ -456,6 +457,11 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
                 f"cheapest{at}: {_in_gpus(best)} with policy {best['policy']}{_money(best)}"
             )
     return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
+
+
+def _states(engines: dict[str, Any]) -> str:
+    missed = f"{engines['state_missed_tokens']:,} tokens whose KV was there lacked one"
+    return f"states: {engines['state_hits']:,} prompts began at one, {missed}"
 
 
 def _in_gpus(run: dict[str, Any]) -> str:

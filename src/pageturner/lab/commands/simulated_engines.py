@@ -173,6 +173,7 @@ def engine_on_gpu(
     """A replica on so many GPUs of this kind. EngineFault for a kind that is unknown, and for too
     little memory."""
     from pageturner.executor.kv_memory import KVSizes
+    from pageturner.lab.planning.kv_planner import KVPlanner, states_in_words
     from pageturner.lab.planning.model_outline import read_outline
     from pageturner.lab.simulation.roofline import Reach, gpu_named, kv_tokens, roofline
 
@@ -194,14 +195,21 @@ def engine_on_gpu(
     adapters = [*map(adapter_bytes, arguments.lora)]
     hot = hot_adapters(arguments.lora, config)
     cost = roofline(model, gpu, reach, count, dtype, adapters)
-    blocks = kv_tokens(model, gpu, reach, count, dtype, sum(hot)) // config.block_size
+    longest = config.max_model_len or model.context
+    tokens = kv_tokens(model, gpu, reach, count, dtype, sum(hot))
+    blocks = tokens // config.block_size
+    sizes, told = KVSizes(max(blocks, 1)), ""
+    if model.recurrent(dtype) is not None:
+        memory = tokens * model.bytes_per_token(dtype)
+        sizes = KVPlanner(model, dtype, config.block_size, longest, memory).sizes(config)
+        told = f"; states of recurrent layers: {states_in_words(sizes)}"
     link = f", {(reach.link or gpu.link) / 1e9:,.0f} GB/s between them" if count > 1 else ""
     notes = [
         f"roofline: {model.name} ({model.weights_from}) on {count} x {gpu.name}:"
         f" {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s{link} ({gpu.source})",
         f"assumed: {reach.compute:.0%} of the FLOP/s, {reach.bandwidth:.0%} of the GB/s and"
         f" {reach.memory:.0%} of the memory are reached, {1e3 * reach.overhead:g} ms of each step beside",
-        f"KV: {blocks * config.block_size:,} tokens in {blocks:,} blocks",
+        f"KV: {sizes.blocks * config.block_size:,} tokens in {sizes.blocks:,} blocks{told}",
     ]
     if reach.host:
         when = "while the step before it runs" if reach.ahead else "before it"
@@ -211,26 +219,20 @@ def engine_on_gpu(
     if adapters:
         told = f"{len(adapters)}, of which {len(hot)} are in memory ({sum(hot) / 1e6:,.1f} MB)"
         notes.append(f"adapters: {told}; reading others again is not counted")
-    tiers, roles = beside(arguments, config, cost.needs.position, notes)
-    return SimulatedEngine(
-        config,
-        KVSizes(max(blocks, 1)),
-        config.max_model_len or model.context,
-        cost,
-        notes,
-        count,
-        gpu.name,
-        tiers,
-        roles,
-    )
+    engine = SimulatedEngine(config, sizes, longest, cost, notes, count, gpu.name)
+    return beside(arguments, engine, cost.needs.position)
 
 
 def beside(
-    arguments: argparse.Namespace, config: EngineConfig, nbytes: float, notes: list[str]
-) -> tuple[TierSizes | None, Roles | None]:
-    """Slower memory for KV of which a token takes so many bytes, and the roles of replicas; notes:
-    what is assumed of both is added."""
+    arguments: argparse.Namespace, engine: SimulatedEngine, nbytes: float
+) -> SimulatedEngine:
+    """The engine with slower memory for KV of which a token takes so many bytes, and with a role;
+    what is assumed of both is in its notes. EngineFault for what it does not do."""
+    config, notes = engine.config, list(engine.notes)
     tiers, roles = tiers_of(arguments, config, nbytes), roles_of(arguments, config, nbytes)
+    if engine.sizes.states and (tiers or roles):
+        flags = "--roles, --kv-host-memory and --kv-file-gb"
+        raise bad_setting(f"{flags} do not go with recurrent layers yet: leave them out")
     if roles is not None:
         notes.append(
             f"roles: {arguments.roles}; prompts with {roles.least:,} new tokens and more are computed apart,"
@@ -242,7 +244,7 @@ def beside(
             f"KV below, in each replica: {tiers.host_tokens:,} tokens in host memory at"
             f" {arguments.kv_host_gb_s:g} GB/s, {tiers.file_tokens:,} in a file at {arguments.kv_file_gb_s:g}"
         )
-    return tiers, roles
+    return replace(engine, notes=notes, tiers=tiers, roles=roles)
 
 
 def tiers_of(
@@ -313,10 +315,8 @@ def engine_as_measured(arguments: argparse.Namespace, flags: Flags) -> Simulated
         raise bad_setting(
             f"{where} does not say how many bytes the KV of a token takes: calibrate again"
         )
-    tiers, roles = beside(arguments, config, needs["position"] if needs else 1.0, notes)
-    return SimulatedEngine(
-        config, sizes, config.max_model_len or longest, cost, notes, tiers=tiers, roles=roles
-    )
+    engine = SimulatedEngine(config, sizes, config.max_model_len or longest, cost, notes)
+    return beside(arguments, engine, needs["position"] if needs else 1.0)
 
 
 def roles_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float) -> Roles | None:

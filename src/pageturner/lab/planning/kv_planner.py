@@ -8,9 +8,10 @@ Whoever asks takes the weights off the memory first; activations are not counted
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pageturner.executor.kv_memory import touched
+from pageturner.config.settings import EngineConfig
+from pageturner.executor.kv_memory import KVForm, KVSizes, plan_kv, touched
 from pageturner.lab.bench.prompt_alone import prefill_seconds
 from pageturner.lab.planning.model_outline import Outline
 from pageturner.lab.planning.model_outline_keys import KVLayers
@@ -83,13 +84,28 @@ class KVPlanner:
         """The blocks of one sequence, with its states."""
         return self._bytes(self._in_blocks, [length])
 
+    def sizes(self, config: EngineConfig) -> KVSizes:
+        """What the engine makes of the memory: blocks, of layers with a window apart, and states of
+        recurrent layers. Of a model that it does not run, blocks alone."""
+        spec, size = self.model.spec, self.block_size
+        if spec is None:
+            return KVSizes(self.memory // (self.model.bytes_per_token(self.dtype) * size))
+        one = spec.kv_spec(1, size, self.dtype, self.model.gpu_kv)
+        windowed = spec.hiding(self.longest)
+        form = KVForm(one, windowed, spec.window, recurrent=self.model.recurrent(self.dtype))
+        asked = replace(config, kv_cache_memory=self.memory)
+        return plan_kv(form, asked, self.longest, self.memory)
+
     def _bytes(self, tokens: Tokens, lengths: Sequence[int]) -> int:
         kv = sum(
             self.model.layer_bytes(layers, self.dtype)
             * sum(tokens(layers, length) for length in lengths)
             for layers in self.model.kv
         )
-        return kv + len(lengths) * 2 * sum(self.model.recurrent(self.dtype))
+        storage = self.model.recurrent(self.dtype)
+        if storage is not None:
+            kv += len(lengths) * 2 * (storage.state_bytes + storage.tail_bytes)
+        return kv
 
     def _in_blocks(self, layers: KVLayers, length: int) -> int:
         """Less than one block of waste, with a window less than one at each end of it."""
@@ -101,6 +117,13 @@ class KVPlanner:
 def seen(layers: KVLayers, length: int) -> int:
     """Return how many of its tokens a sequence of this length looks at."""
     return min(length, layers.window or length)
+
+
+def states_in_words(sizes: KVSizes) -> str:
+    """The states of recurrent layers that an engine has."""
+    seats = sizes.tails // 2
+    kept = f"{sizes.states - sizes.tails:,} kept; {sizes.blocks:,} blocks"
+    return f"{sizes.tails:,} of {seats:,} sequences at once, {kept}"
 
 
 # -- several replicas ------------------------------------------------------------------------------

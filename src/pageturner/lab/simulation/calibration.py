@@ -49,6 +49,8 @@ def fit_runs(*runs: RecordedRun) -> CalibratedCost:
         "blocks": header.num_blocks,
         "window": header.window,
         "recent": header.sliding,
+        "states": header.states,
+        "tails": header.tails,
         "max_model_len": header.max_model_len,
         "model": header.model,
         "fingerprint": header.fingerprint,
@@ -62,7 +64,8 @@ def engine_of(cost: CalibratedCost) -> tuple[EngineConfig, KVSizes, int]:
     """The engine that was calibrated: its settings, blocks and longest sequence."""
     about = cost.engine
     try:
-        sizes = KVSizes(about["blocks"], about["window"], about["recent"])
+        states = about.get("states", 0), about.get("tails", 0)  # older files are of none
+        sizes = KVSizes(about["blocks"], about["window"], about["recent"], *states)
         return recorded_config(about["config"]), sizes, int(about["max_model_len"])
     except (KeyError, TypeError) as error:
         raise EngineFault(

@@ -55,6 +55,7 @@ MAX_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums use
 CANCEL_INTERVAL = 256  # events from one question whether the run was cancelled to the next
 MAX_AWAKE = 4096  # replicas with a scheduler; of more, idle ones keep the keys of their KV alone
 COUNTERS = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
+STATE_COUNTERS = ("state_hits", "state_missed_tokens")  # where layers are recurrent
 Watch = Callable[[int, float, float, Plan], None]  # gets replica, begin, end and plan of each step
 
 
@@ -155,7 +156,7 @@ class _Replica:
     def add_counts(self, sums: Counter[str]) -> None:
         """Add what its scheduler and its tiers counted."""
         stats = self.scheduler.stats()
-        for name in COUNTERS:
+        for name in (*COUNTERS, *(name for name in STATE_COUNTERS if name in stats)):
             sums[name] += int(stats[name])
         sums["tier_tokens"] += self.tiers.found if self.tiers else 0
 
