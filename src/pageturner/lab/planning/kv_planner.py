@@ -85,8 +85,8 @@ class KVPlanner:
         return self._bytes(self._in_blocks, [length])
 
     def sizes(self, config: EngineConfig) -> KVSizes:
-        """What the engine makes of the memory: blocks, of layers with a window apart, and states of
-        recurrent layers. Of a model that it does not run, blocks alone."""
+        """Return how the engine divides the memory: into blocks, those of layers with a window
+        apart, and states of recurrent layers; for a model that it does not run, blocks alone."""
         spec, size = self.model.spec, self.block_size
         if spec is None:
             return KVSizes(self.memory // (self.model.bytes_per_token(self.dtype) * size))
