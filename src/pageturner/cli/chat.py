@@ -18,6 +18,7 @@ from pageturner.cli import sampling_flags, sources
 from pageturner.cli.sampling_flags import SamplingOptions
 from pageturner.cli.screen import PlainScreen, Screen
 from pageturner.cli.sources import AnswerSource, AnswerSummary, Message
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import ClientError
 
 # refusals that a shorter history can mend
@@ -161,8 +162,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     sources.add_flags(parser)
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
-    parser.add_argument("--plain", action="store_true", help="no colour, Markdown or completion")
+    add_flags(parser, "chat")
     sampling_flags.add_flags(parser, None)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pageturner
 from pageturner.cli import doctor_device
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import EngineConfig
 from pageturner.engine import machine, machine_limits
 from pageturner.engine.machine import Machine
@@ -63,21 +64,7 @@ class DoctorReport:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    parser.add_argument(
-        "--measure",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure how fast memory and arithmetic are (about half a second)",
-    )
+    add_flags(parser, "doctor")
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 

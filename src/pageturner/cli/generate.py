@@ -13,6 +13,7 @@ from pathlib import Path
 from pageturner.cli import sampling_flags, sources
 from pageturner.cli.sampling_flags import SamplingOptions
 from pageturner.cli.sources import Answer, AnswerSource, AnswerSummary
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats import hub
 from pageturner.progress import LINE_EVERY, NEVER, Still
@@ -23,23 +24,7 @@ MAX_TOKENS = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     sources.add_flags(parser)
-    parser.add_argument(
-        "text",
-        nargs="?",
-        metavar="PROMPT",
-        help="a question, or with --no-chat a text to continue; the model may be left out before a text"
-        " of several words",
-    )
-    parser.add_argument("-p", "--prompt", help="the prompt; without any, standard input is read")
-    parser.add_argument("-f", "--file", type=Path, help="read the prompt from this file")
-    parser.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="make the prompt a message in the model's chat template, or continue it as it is (default:"
-        " a message where the model has a template)",
-    )
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message of a chat")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_flags(parser, "generate")
     sampling_flags.add_flags(parser, MAX_TOKENS)
 
 

@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import EngineFault
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -19,32 +20,7 @@ RANDOM_BYTES = 32  # of a key: nobody finds one by trying, so that a fast hash o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner key new`."""
-    parser.add_argument("--tenant", required=True, help="whose key it is: letters, digits and ._-")
-    parser.add_argument("--admin", action="store_true", help="it opens /v1/admin too")
-    parser.add_argument(
-        "--max-concurrent", type=int, default=0, metavar="N", help="most requests under way"
-    )
-    parser.add_argument(
-        "--tokens-per-minute",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of prompts and answers a minute",
-    )
-    parser.add_argument(
-        "--queue-share",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="most of the waiting queue, 0 to 1",
-    )
-    parser.add_argument(
-        "--max-cost",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens that open requests may cost together",
-    )
+    add_flags(parser, "key new")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from pageturner.cli import models
+from pageturner.config.flag_table import add_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The models, and whether to ask."""
-    parser.add_argument("model", nargs="+", help="its name, as pageturner list shows it")
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    add_flags(parser, "rm")
 
 
 def main(arguments: argparse.Namespace) -> int:

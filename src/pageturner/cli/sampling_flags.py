@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pageturner.config import flag_table
 from pageturner.errors import EngineFault
 from pageturner.params import SamplingParams, out_of_range
 
@@ -50,63 +51,11 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     """One flag for each parameter. `max_tokens` None: as many as the context has room for."""
     room = "the rest of the context" if max_tokens is None else str(max_tokens)
     parser.set_defaults(fallback_max_tokens=max_tokens)
-    for words, kind, metavar, help in (
-        (
-            ("-n", "--max-tokens", "--n-predict"),
-            int,
-            "N",
-            f"most tokens of an answer (default: {room})",
-        ),
-        (
-            ("--temperature",),
-            float,
-            None,
-            f"0: greedy, the same answer every time (default: the model's, else {TEMPERATURE})",
-        ),
-        (("--top-k",), int, None, "sample from the k most likely tokens; 0: from all"),
-        (
-            ("--top-p",),
-            float,
-            None,
-            "sample from the most likely tokens that have this probability together",
-        ),
-        (
-            ("--min-p",),
-            float,
-            None,
-            "leave out tokens less likely than this share of the most likely one",
-        ),
-        (
-            ("--repetition-penalty",),
-            float,
-            "X",
-            "over 1: tokens that are in prompt or answer become less likely",
-        ),
-        (
-            ("--presence-penalty",),
-            float,
-            "X",
-            "subtracted from the logit of every token that is in the answer",
-        ),
-        (
-            ("--frequency-penalty",),
-            float,
-            "X",
-            "the same, for each time that the token is in the answer",
-        ),
-        (("--seed",), int, None, "the same seed gives the same answer (default: drawn)"),
-    ):
-        parser.add_argument(*words, type=kind, metavar=metavar, help=help)
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text that ends the answer; may be given again",
-    )
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="continue after the end-of-sequence token"
-    )
+    most = f"most tokens of an answer (default: {room})"
+    parser.add_argument("-n", "--max-tokens", "--n-predict", type=int, metavar="N", help=most)
+    greedy = f"0: greedy, the same answer every time (default: the model's, else {TEMPERATURE})"
+    parser.add_argument("--temperature", type=float, help=greedy)
+    flag_table.add_flags(parser, "sampling")
 
 
 def from_flags(arguments: argparse.Namespace) -> SamplingOptions:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from pageturner.cli.sampling_flags import SamplingOptions
 from pageturner.cli.stream_events import Usage, stream_events
+from pageturner.config import flag_table
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import ClientError, EngineFault
@@ -198,22 +199,7 @@ def _refused(response: http.client.HTTPResponse) -> ClientError:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Model, server, and the engine's own settings."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias; with --base-url its name",
-    )
-    parser.add_argument(
-        "--base-url", "--url", default="", metavar="URL", help="ask this server instead"
-    )
-    parser.add_argument("--api-key", default="", help="for the server; also from OPENAI_API_KEY")
-    parser.add_argument(
-        "--chat-template",
-        default="",
-        metavar="TEMPLATE",
-        help="a file, its text, or the name of a family (default: the model's own, or else its family's)",
-    )
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+    flag_table.add_flags(parser, "sources")
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pageturner import logs
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import EngineFault
 from pageturner.http import lifecycle
 
@@ -30,9 +31,7 @@ MAX_FILES = 65536
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner route`."""
-    help = "a running server: [MODEL,...=]http://HOST:PORT, or dns+http://NAME:PORT"
-    parser.add_argument("replicas", nargs="*", metavar="URL", help=help)
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the table [router]")
+    add_flags(parser, "route")
     configuration.add_flags(parser, "router")
 
 

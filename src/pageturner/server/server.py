@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pageturner import logs
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
 from pageturner.garbage import Collector
@@ -86,14 +87,7 @@ class _StartNotes:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner serve`."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with the tables [engine] and [server]"
-    )
+    add_flags(parser, "serve")
     configuration.add_flags(parser, "engine", "server", leave_out=("model",))
 
 

@@ -11,9 +11,9 @@ import resource
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine import Engine
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
@@ -53,41 +53,7 @@ class TimedOps:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command; engine settings are given as NAME=VALUE."""
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
-    )
-    parser.add_argument(
-        "--workload",
-        type=Path,
-        help="answer the requests of this file: JSONL of prompt, max_tokens (default: random words)",
-    )
-    parser.add_argument("--num-prompts", type=int, default=64, help="number of random prompts")
-    parser.add_argument(
-        "--input-len", type=int, default=128, help="mean length of random prompts, in words"
-    )
-    parser.add_argument(
-        "--output-len", type=int, default=64, help="mean length of their answers, in tokens"
-    )
-    parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores")
-    parser.add_argument("--policy", default="chunked", help="batching policy")
-    parser.add_argument(
-        "--backend", default="auto", help="auto, native, reference or null (engine alone)"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
-    parser.add_argument("--dtype", default="auto", help="auto or float32")
-    parser.add_argument(
-        "--load-format", default="auto", help="auto, or dummy: random weights of a config.json"
-    )
-    parser.add_argument("--load-seed", type=int, default=0, help="seed of the weights of dummy")
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=64, help="most sequences running at once"
-    )
-    parser.add_argument(
-        "--step-log", metavar="FILE", default="", help="append every step to this file"
-    )
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    add_flags(parser, "bench engine")
 
 
 def main(arguments: argparse.Namespace) -> int:

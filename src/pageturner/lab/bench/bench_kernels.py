@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import EngineFault
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
@@ -31,44 +32,7 @@ Row = dict[str, Any]  # as in the JSON file
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        help="kernel threads; 0: all cores; 1: timed by"
-        " processor time, so that other processes do not count",
-    )
-    parser.add_argument("--isa", help="instruction set; default: the best one")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(PARTS),
-        metavar="PART",
-        help=f"time only these parts: {', '.join(PARTS)}",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="time all types, shapes and sizes (a quarter of an hour)",
-    )
-    parser.add_argument(
-        "--budget", type=float, default=0.1, metavar="S", help="seconds to spend on each case"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures to this JSON file"
-    )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE",
-        help="print how many times faster each case is than in this file",
-    )
-    parser.add_argument(
-        "--limits",
-        type=Path,
-        metavar="FILE",
-        help="take the machine's limits from this file instead of measuring them",
-    )
+    add_flags(parser, "bench kernels")
 
 
 def main(arguments: argparse.Namespace) -> int:

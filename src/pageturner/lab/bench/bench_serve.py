@@ -12,11 +12,11 @@ import asyncio
 import sys
 import time
 from math import inf
-from pathlib import Path
 from typing import Any
 
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import EngineFault
-from pageturner.lab.bench.client import PATHS, Client, ResponseTimes
+from pageturner.lab.bench.client import Client, ResponseTimes
 from pageturner.lab.reporting import summary
 from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
@@ -32,41 +32,9 @@ FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "--base-url",
-        default="http://127.0.0.1:8000",
-        help="address of the server to load (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--model", default="smollm2", help="model name to ask for (default: %(default)s)"
-    )
-    parser.add_argument("--api-key", default="", help="key to send as a Bearer token")
-    parser.add_argument(
-        "--endpoint",
-        default="completions",
-        choices=list(PATHS),
-        help="which endpoint to ask (default: %(default)s)",
-    )
+    add_flags(parser, "server")
     traffic_flags.add_flags(parser)
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=4,
-        help="requests to send first, which are not counted (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="NAME:MS",
-        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS",
-    )
-    parser.add_argument(
-        "--send-targets",
-        action="store_true",
-        help="send the targets of --goodput with each request too; e2el as its deadline",
-    )
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    add_flags(parser, "bench serve")
 
 
 def main(arguments: argparse.Namespace) -> int:

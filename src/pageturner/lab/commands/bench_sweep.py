@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pageturner.config.flag_table import add_flags
 from pageturner.engine import machine
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.traffic import traffic_flags
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pageturner.lab.bench.sweep_load import PointBounds, SweepLoad
 
 OWN = "pageturner"  # what our own server is called unless --own says otherwise
-ENDPOINTS = ("completions", "chat")
 BUSY = 0.5  # load by cores, before anything was started, from which on it is said
 EPILOG = """examples:
   pageturner bench sweep --model smollm2
@@ -46,108 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--server",
-        metavar="NAME=URL",
-        action="append",
-        default=[],
-        help="a server with the OpenAI API, ours or any other; again for each",
-    )
-    parser.add_argument(
-        "--ask",
-        metavar="NAME=MODEL",
-        action="append",
-        default=[],
-        help="model to ask that server for (default: the first that it lists)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="start our own server of this GGUF file, folder, hub id or alias, and end it "
-        "afterwards",
-    )
-    parser.add_argument(
-        "--own",
-        metavar="NAME=FLAGS",
-        action="append",
-        default=[],
-        help="start it with these flags of serve; again for each that is to be compared",
-    )
-    parser.add_argument(
-        "--endpoint", default="completions", choices=ENDPOINTS, help="which endpoint to ask"
-    )
-    parser.add_argument(
-        "--concurrency",
-        metavar="N,N",
-        default="",
-        help="clients at once, or auto: 1, 2, 4 ... to the knee (default: auto, without --rate)",
-    )
-    parser.add_argument(
-        "--rate",
-        metavar="R,R",
-        default="",
-        help="requests a second with Poisson arrivals, or auto: doubled to the knee",
-    )
-    parser.add_argument(
-        "--max-concurrency", type=int, default=256, help="where auto ends without a knee"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=8.0,
-        help="how long requests are sent in each run; waiting for answers may take three "
-        "times as long (default: 8)",
-    )
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=0,
-        help="most requests that count in each run; 0: as many as the seconds allow",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="runs of each server at each point, in turn with the others (default: 3)",
-    )
-    parser.add_argument(
-        "--total-seconds",
-        type=float,
-        default=1200.0,
-        help="begin no run after this long (default: 1200)",
-    )
-    parser.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="NAME:MS",
-        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS",
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        type=Path,
-        help="file of pageturner calibrate: what is simulated from it is drawn beside our "
-        "own servers, or the first --server (default: calibration.json, if it is there)",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        default=Path("sweep.html"),
-        help="file to write the page to (default: sweep.html)",
-    )
-    parser.add_argument(
-        "--output-json",
-        metavar="FILE",
-        type=Path,
-        help="file to write the figures to (default: beside the page)",
-    )
+    add_flags(parser, "bench sweep")
     load = parser.add_argument_group("load")
     traffic_flags.add_load_flags(load)
-    load.add_argument(
-        "--num-prompts", type=int, default=0, help="most requests of a file; 0: all of them"
-    )
+    add_flags(load, "sweep load")
     traffic_flags.add_trace_flags(parser.add_argument_group("traces"))
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags, check_range
 from pageturner.errors import bad_setting
-from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.lab.simulation.calibration import Check
@@ -30,31 +29,9 @@ WIDTH = 100  # columns
 BUSY = 1.5  # load average beyond which other programs take part of each processor of ours
 
 
-FLAGS = (
-    ("--log FILE", Path, "fit this step log, without an engine"),
-    ("--num-prompts", 90, "requests sent in each load"),
-    ("--input-len", 128, "mean prompt length, in tokens"),
-    ("--output-len", 48, "mean answer length, in tokens"),
-    ("--seed", 0, "seed of the random prompts and lengths"),
-    ("--check", bool, "run five more loads and print how far the fit's predictions are off"),
-    (
-        "--output FILE",
-        Path("calibration.json"),
-        "file to write the calibration to (default: calibration.json)",
-    ),
-    ("--config FILE", str, "TOML file with engine settings in its table [engine]"),
-)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="smollm2",
-        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
-    )
-    add_flags(parser, FLAGS)
+    add_flags(parser, "calibrate")
     configuration.add_flags(parser, "engine", leave_out=("model", "step_log", "step_log_tokens"))
 
 

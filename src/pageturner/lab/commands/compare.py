@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.engine import machine
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.interrupt import leaving_at_once
@@ -54,115 +55,7 @@ SETTINGS = {"max_num_seqs": 16, "max_queue": 1 << 20}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="smollm2",
-        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
-    )
-    parser.add_argument(
-        "--policies",
-        metavar="P,P",
-        default="static,orca,prefill_first,chunked",
-        help="batching policies to compare; unbatched runs one request at a time (default: "
-        "%(default)s)",
-    )
-    parser.add_argument(
-        "--orders",
-        metavar="O,O",
-        default="fcfs",
-        help="queue orders to compare; each policy runs with each of them (default: fcfs)",
-    )
-    parser.add_argument(
-        "--mix",
-        default="mixed",
-        help="built-in traffic to send: mixed, uniform, bursts, stalls or tenants (default: mixed)",
-    )
-    parser.add_argument(
-        "--workload",
-        metavar="FILE",
-        type=Path,
-        help="send the requests of this file instead: JSONL of prompt, max_tokens, "
-        "arrival_s, tenant",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="send prompts with the lengths and times of this trace instead (JSONL, plain or gzip)",
-    )
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        default=0,
-        help="most requests to send; 0: 24 of a mix, all of a workload, 64 of a trace",
-    )
-    parser.add_argument(
-        "--rate",
-        type=float,
-        default=0.0,
-        help="requests a second with Poisson arrivals, in place of the traffic's own times",
-    )
-    parser.add_argument(
-        "--rate-scale", type=float, default=1.0, help="divide recorded arrival times by this"
-    )
-    parser.add_argument(
-        "--length-scale", type=float, default=1.0, help="multiply lengths of a trace by this"
-    )
-    parser.add_argument(
-        "--cap",
-        type=int,
-        default=512,
-        help="max_tokens that every request is sent with; the engine knows nothing else of lengths",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of made-up prompts, lengths and times"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=0,
-        help="run all policies this often, in turn, and report the median run of each; 0: as "
-        "often as 45 seconds allow, 5 times at most, and once with --simulate",
-    )
-    parser.add_argument(
-        "--simulate",
-        metavar="CALIBRATION",
-        type=Path,
-        help="run no engine, and take step times from this file of pageturner calibrate",
-    )
-    parser.add_argument(
-        "--ttft-ms",
-        type=float,
-        default=2000.0,
-        help="target of the time to first token (TTFT) in milliseconds, for goodput "
-        "(default: 2000)",
-    )
-    parser.add_argument(
-        "--tpot-ms",
-        type=float,
-        default=200.0,
-        help="target of the mean time per output token (TPOT) in milliseconds (default: 200)",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        default=Path("compare.html"),
-        help="file to write the report to; figures go beside it as .json (default: compare.html)",
-    )
-    parser.add_argument(
-        "--logs", metavar="FOLDER", type=Path, help="keep the step log of each run in this folder"
-    )
-    parser.add_argument(
-        "--pictures",
-        metavar="FOLDER",
-        type=Path,
-        help="folder to write each picture to as SVG, with the figures",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
-    )
+    add_flags(parser, "compare")
     configuration.add_flags(parser, "engine", leave_out=NOT_TAKEN)
 
 

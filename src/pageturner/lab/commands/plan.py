@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags, check_range
 from pageturner.config.setting_values import parse_size
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
-from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes
@@ -41,52 +41,11 @@ USUAL_LENGTHS = (400, 1500, 6000, 24000)  # 3/4 of a power of two: rounding up c
 PROMPT_LENGTHS = (512, 2048, 8192, 32768)  # tokens, of prompts in a cluster
 BAR, WIDTH = 40, 100  # characters
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
-FLAGS = (
-    (
-        "--memory SIZE",
-        str,
-        "memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
-        "80G (2^30 bytes each) (default: what is free here)",
-    ),
-    (
-        "--gpu NAME",
-        str,
-        "the memory of this GPU instead, as its driver reports it: H100, H200, A100-80G, L40S, "
-        "L4, A10, T4, RTX-4090, MI300X ...",
-    ),
-    ("--gpus N", 1, "GPUs that share the model (default: 1)"),
-    (
-        "--weights-bytes SIZE",
-        str,
-        "memory that the weights take (default: as the model's own file says)",
-    ),
-    (
-        "--lora FOLDER",
-        list,
-        "a LoRA adapter, again for each: the --max-loras largest are in memory",
-    ),
-    (
-        "--lengths N,N",
-        str,
-        "lengths of sequences to plan for, prompt and output (default: 400, 1500 ... the longest)",
-    ),
-    (
-        "--trace FILE",
-        Path,
-        "plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)",
-    ),
-    ("--output FILE", Path, "write the plan to this JSON file"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "model",
-        help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
-        " folder, an id of the hub (its config.json alone is fetched), or an alias",
-    )
-    add_flags(parser, (*FLAGS, *simulated_engines.LINK_FLAGS))
+    add_flags(parser, "plan", "links")
     others = tuple(f.name for f in fields(EngineConfig) if f.name not in SETTINGS)
     configuration.add_flags(parser, "engine", leave_out=others)
 

@@ -7,28 +7,14 @@ Owns the flags and what is printed; what is compared is in lab/simulation/log_re
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import EngineFault
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("log", metavar="LOG", type=Path, help="step log, as --step-log writes it")
-    parser.add_argument(
-        "--plans",
-        action="store_true",
-        help="compare only the scheduler's plans, even where the log holds tokens",
-    )
-    parser.add_argument("--model", default="", help="where the model is now, if it has moved since")
-    parser.add_argument(
-        "--run",
-        type=int,
-        default=0,
-        metavar="N",
-        help="replay the N-th start of the engine in the log (default: the last that "
-        "computed anything)",
-    )
+    add_flags(parser, "replay")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -13,15 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags, check_range
 from pageturner.config.settings import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
-from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.capacity_search import Asker, Option
@@ -38,115 +37,11 @@ SEARCHED_GPUS = "1,2,4,8"
 WORTH_PROCESSES = 2000  # requests from which a search takes more time than processes take to begin
 
 
-TRAFFIC_FLAGS = (
-    ("--trace FILE", Path, "trace of recorded requests (JSONL, also gzip)"),
-    (
-        "--log FILE",
-        Path,
-        "step log to take the traffic from, and engine and step times too unless others are given",
-    ),
-    (
-        "--num-prompts",
-        0,
-        "how many requests to make up, or to take of the trace (default: 1000, or all)",
-    ),
-    ("--rate", 0.0, "requests a second; arrival times are made up, for a trace too"),
-    (
-        "--cv",
-        1.0,
-        "coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursts",
-    ),
-    ("--input-len", 512, "mean prompt length of made-up requests"),
-    ("--output-len", 128, "mean answer length of made-up requests"),
-    ("--turns", 0, "make up sessions with this many turns, each sent after the answer before it"),
-    ("--think", 60.0, "seconds from an answer to the next turn: the mean, or the most in a trace"),
-    ("--length-scale", 1.0, "multiply the lengths of the trace"),
-    (
-        "--rate-scale X,X",
-        "1",
-        "multiply the rate of the traffic by this; several with commas simulate each",
-    ),
-    ("--cap", 4096, "max_tokens that every request is sent with (default: %(default)s)"),
-    ("--seed", 0, "seed of made-up lengths and times"),
-)
-ENGINE_FLAGS = (
-    ("--model", str, "model on --gpu: a config.json, folder, GGUF file, id or alias"),
-    (
-        "--gpu",
-        str,
-        "GPU whose limits give the step times, such as H100 (an unknown name lists "
-        "all); several with commas with --search",
-    ),
-    (
-        "--gpus N,N",
-        "",
-        "GPUs in a replica, which share each layer; several with commas with --search, "
-        f"which tries {SEARCHED_GPUS} (default: 1)",
-    ),
-    (
-        "--link-gb-s",
-        0.0,
-        "GB/s that a GPU sends to the others of its replica (default: by its sheet)",
-    ),
-    (
-        "--link-us",
-        10.0,
-        "microseconds of an exchange between GPUs beside its bytes (default: %(default)s)",
-    ),
-    ("--price-per-gpu-hour PRICE", "", "money for a GPU and an hour, or H100=2,L4=0.5"),
-    (
-        "--lora FOLDER",
-        list,
-        "a LoRA adapter on --gpu, again for each: requests have each as often as others",
-    ),
-    ("--mfu", 0.6, "share of the GPU's FLOP/s that is reached (default: %(default)s)"),
-    ("--mbu", 0.8, "share of its bandwidth that is reached (default: %(default)s)"),
-    ("--overhead-ms", 2.0, "time that each step takes beside its kernels (default: %(default)s)"),
-    (
-        "--host-ms",
-        0.0,
-        "time of the host for each step, on a GPU hidden behind the step before it"
-        " (default: %(default)s)",
-    ),
-    ("--calibration FILE", Path, "file that pageturner calibrate wrote"),
-    (
-        "--replicas",
-        1,
-        "number of engines behind the router (default: %(default)s; --search counts)",
-    ),
-    (
-        "--placement",
-        RouterConfig().placement,
-        "how the router chooses a replica: round_robin, least_loaded or prefix_aware "
-        "(default: %(default)s, as of pageturner route)",
-    ),
-    (
-        "--loads",
-        RouterConfig().loads,
-        "what it counts a replica's load in (default: %(default)s, as of route)",
-        ("tokens", "requests"),
-    ),
-)
-SEARCH_FLAGS = (
-    ("--ttft-ms", float, "target of the time to first token (TTFT)"),
-    ("--tpot-ms", float, "target of the mean time per token after it (TPOT)"),
-    ("--goodput", 0.99, "share of the requests that must meet the targets (default: %(default)s)"),
-    ("--search", bool, "search the fewest GPUs that meet the targets"),
-    ("--workers", 0, "processes that a search takes; its answer is the same (default: one a core)"),
-    (
-        "--policies P,P",
-        "",
-        "simulate each of these policies; with --search the one with the fewest GPUs first",
-    ),
-    ("--output FILE", Path, "write all figures to this JSON file"),
-    ("--config FILE", str, "TOML file with engine settings in its table [engine]"),
-)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    links, turnover = simulated_engines.LINK_FLAGS, simulated_engines.TURNOVER_FLAGS
-    add_flags(parser, (*TRAFFIC_FLAGS, *ENGINE_FLAGS, *links, *turnover, *SEARCH_FLAGS))
+    add_flags(parser, "simulate", "links", "turnover", "search")
+    router = RouterConfig()
+    parser.set_defaults(placement=router.placement, loads=router.loads)
     others = tuple(field.name for field in fields(EngineConfig) if field.name not in SETTINGS)
     configuration.add_flags(parser, "engine", leave_out=others)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import check_range
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.formats import hub
-from pageturner.lab.flag_table import check_range
 from pageturner.policies.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -40,79 +40,6 @@ SIMULATED_SETTINGS = (
 # What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
 GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
 ADAPTER = "adapter_model.safetensors"
-LINK_FLAGS = (
-    (
-        "--roles prefill=N,decode=M",
-        "",
-        "replicas that compute prompts for others, and those that answer, in place of "
-        "--replicas; with --search: search, which tries them apart too",
-    ),
-    ("--kv-link-gb-s", 25.0, "GB/s at which KV goes from one to the other (default: %(default)s)"),
-    (
-        "--kv-link-ms",
-        1.0,
-        "milliseconds that this takes beside its bytes (default: %(default)s)",
-    ),
-    (
-        "--kv-host-gb-s",
-        25.0,
-        "GB/s at which KV comes back from --kv-host-memory (default: %(default)s)",
-    ),
-    ("--kv-file-gb", 0.0, "GB of KV in a file behind it, for each replica (default: none)"),
-    ("--kv-file-gb-s", 3.0, "GB/s at which KV comes back from there (default: %(default)s)"),
-)
-TURNOVER_FLAGS = (
-    (
-        "--failures-per-hour",
-        0.0,
-        "failures of each replica in an hour; it is back after --restart-seconds",
-    ),
-    (
-        "--events FILE",
-        Path,
-        'JSONL file of what happens to replicas: {"at": 60, "replica": 0, "event": '
-        '"end"}, or "drain", or "start"',
-    ),
-    (
-        "--restart-seconds",
-        60.0,
-        "seconds until a replica that failed is there again (default: %(default)s)",
-    ),
-    (
-        "--drain-seconds",
-        30.0,
-        "seconds that a replica which is taken away has for what it is answering "
-        "(default: %(default)s)",
-    ),
-    (
-        "--streams",
-        "move",
-        "what streams do whose replica ends: go on elsewhere, or begin again (default: "
-        "%(default)s)",
-        ("move", "restart"),
-    ),
-    (
-        "--autoscale LEAST,MOST",
-        "",
-        "let the number of replicas follow goodput between these, as pageturner deploy "
-        "does, in place of --replicas",
-    ),
-    (
-        "--start-seconds",
-        60.0,
-        "seconds until a replica that is added takes requests (default: %(default)s)",
-    ),
-    (
-        "--upscale-delay",
-        10.0,
-        "seconds for which one more must be asked for (default: %(default)s)",
-    ),
-    (
-        "--downscale-delay",
-        300.0,
-        "seconds for which one less must be asked for (default: %(default)s)",
-    ),
-)
 Flags = dict[str, dict[str, Any]]
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulate
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
-from pageturner.lab.flag_table import add_flags
 from pageturner.private_files import write_private
 
 if TYPE_CHECKING:
@@ -36,37 +36,11 @@ SHORT = (
 )  # mean tokens of prompt and answer, and requests, of the calibration that is made first
 
 
-FLAGS = (
-    ("--orders O,O", "fcfs,sjf,adaptive", "queue orders to try"),
-    (
-        "--budget SECONDS",
-        120.0,
-        "time to spend after calibration: half of it on simulations, half on measuring",
-    ),
-    (
-        "--finalists N",
-        3,
-        "how many of the best run on the real engine, beside the settings given; 0: none",
-    ),
-    (
-        "--write FILE",
-        Path("pageturner.toml"),
-        "file to write for pageturner serve --config (default: pageturner.toml)",
-    ),
-)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command: those of simulate, and what is searched."""
     simulate.add_arguments(parser)
     parser.set_defaults(policies=POLICIES)
-    parser.add_argument(
-        "served",
-        metavar="MODEL",
-        nargs="?",
-        help="model to tune for (default: the one that was calibrated, or smollm2)",
-    )
-    add_flags(parser, FLAGS)
+    add_flags(parser, "tune")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats import hub
@@ -45,35 +46,7 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument(
-        "receipt", help="file of a receipt, or of a whole answer with one in it; -: stdin"
-    )
-    parser.add_argument(
-        "-p",
-        "--prompt",
-        metavar="TEXT",
-        help="the prompt: a text, JSON (messages, token ids, several prompts, the whole request), or @FILE",
-    )
-    parser.add_argument(
-        "--model", help="where the model is (default: the receipt's, if that is an alias)"
-    )
-    parser.add_argument(
-        "--output",
-        metavar="TEXT",
-        help="the answer, to show where it differs: its text, or the whole answer as JSON, or @FILE",
-    )
-    parser.add_argument(
-        "--key-file", default="", metavar="FILE", help=f"the server's key; also from {VARIABLE}"
-    )
-    parser.add_argument(
-        "--lora", default="", metavar="FOLDER", help="LoRA adapter, for receipts that name one"
-    )
-    parser.add_argument(
-        "--chat-template",
-        default="",
-        metavar="TEMPLATE",
-        help="chat template that the server was started with",
-    )
+    add_flags(parser, "verify")
     configuration.add_flags(parser, "engine", leave_out=SETTLED)
 
 

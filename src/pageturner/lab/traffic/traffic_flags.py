@@ -14,9 +14,9 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pageturner.config import flag_table
+from pageturner.config.flag_table import FlagParser, check_range
 from pageturner.errors import bad_setting
-from pageturner.lab import flag_table
-from pageturner.lab.flag_table import FlagParser, check_range
 from pageturner.lab.traffic.prompt_text import PromptWriter
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
 from pageturner.lab.traffic.traffic_files import (
@@ -38,81 +38,20 @@ class ServedTraffic:
     about: str
 
 
-LOAD_FLAGS = (
-    (
-        "--workload FILE",
-        Path,
-        "send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
-    ),
-    ("--input-len", 128, "mean length of random prompts, in words (default: %(default)s)"),
-    (
-        "--output-len",
-        64,
-        "mean length of the answers to random prompts, in tokens (default: %(default)s)",
-    ),
-    ("--seed", 0, "seed of random prompts, lengths and arrival times (default: %(default)s)"),
-)
-ARRIVAL_FLAGS = (
-    ("--num-prompts", 0, "most requests to send; 0, the default: 64 random ones, or all of a file"),
-    (
-        "--concurrency",
-        64,
-        "clients that each send their next request when the last one is answered (default: %(default)s)",
-    ),
-    (
-        "--arrivals",
-        bool,
-        "send each request at the arrival time in its file, whatever the server does",
-    ),
-    (
-        "--request-rate R",
-        0.0,
-        "send R requests a second at random times (Poisson), whatever the server does",
-    ),
-    ("--rate-scale X", 1.0, "divide recorded arrival times by X"),
-)
-TRACE_FLAGS = (
-    (
-        "--trace FILE",
-        Path,
-        "send prompts with the lengths and times of this trace (JSONL, plain or gzip)",
-    ),
-    ("--length-scale X", 1.0, "multiply lengths of prompts and answers by X"),
-    (
-        "--cap N",
-        512,
-        "max_tokens that every request is sent with; the server knows nothing else of lengths (default: "
-        "%(default)s)",
-    ),
-    (
-        "--oracle",
-        bool,
-        "send the true length as max_tokens instead, for servers without forced_end",
-    ),
-    ("--text FILE", Path, "cut prompts from this text"),
-    (
-        "--tokenizer MODEL",
-        "",
-        "model whose tokenizer counts the tokens of prompts (default: estimated from words)",
-    ),
-    ("--max-model-len N", 0, "leave out longer requests; 0: as long as /v1/models says"),
-)
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the requests and their times."""
-    flag_table.add_flags(parser, (*LOAD_FLAGS, *ARRIVAL_FLAGS))
+    flag_table.add_flags(parser, "load", "arrivals")
     add_trace_flags(parser.add_argument_group("traces"))
 
 
 def add_load_flags(parser: FlagParser) -> None:
     """Add the flags of requests other than those of a trace."""
-    flag_table.add_flags(parser, LOAD_FLAGS)
+    flag_table.add_flags(parser, "load")
 
 
 def add_trace_flags(parser: FlagParser) -> None:
     """Add the flags of a trace."""
-    flag_table.add_flags(parser, TRACE_FLAGS)
+    flag_table.add_flags(parser, "traces")
 
 
 def from_flags(arguments: argparse.Namespace) -> ServedTraffic:

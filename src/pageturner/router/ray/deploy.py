@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import Any
 
+from pageturner.config.flag_table import add_flags
 from pageturner.errors import EngineFault, pip_install
 from pageturner.private_files import write_private
 from pageturner.router.ray import settings
@@ -26,22 +27,7 @@ OBJECT_STORE = 100 * 1024 * 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner deploy`."""
-    parser.add_argument("app", metavar="APP.toml", help="the models, their replicas and flags")
-    parser.add_argument(
-        "--address",
-        default="",
-        help="of a Ray cluster; auto: the one of this machine; default: that, or a new one",
-    )
-    parser.add_argument(
-        "--write",
-        metavar="FILE",
-        help="write a Serve configuration (for `serve deploy`, KubeRay) and start nothing",
-    )
-    parser.add_argument(
-        "--detach",
-        action="store_true",
-        help="leave the application running: on a cluster that runs already",
-    )
+    add_flags(parser, "deploy")
 
 
 def main(arguments: argparse.Namespace) -> int:

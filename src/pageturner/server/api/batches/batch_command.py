@@ -23,6 +23,7 @@ import msgspec
 
 from pageturner import logs
 from pageturner.config import settings as configuration
+from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
 from pageturner.http.receiving import BOM
@@ -56,45 +57,7 @@ Command = Callable[[EngineConfig], list[str]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner batch`."""
-    parser.add_argument(
-        "input", metavar="IN.jsonl", help="requests, one JSON object a line, as in OpenAI's batches"
-    )
-    parser.add_argument(
-        "output",
-        metavar="OUT.jsonl",
-        help="file to write the answers to, in the order of the lines",
-    )
-    parser.add_argument(
-        "--errors", metavar="FILE", help="file for lines that failed (default: in OUT.jsonl)"
-    )
-    parser.add_argument(
-        "--journal",
-        metavar="FILE",
-        help="file that lets an interrupted run continue (default: OUT.jsonl.journal)",
-    )
-    parser.add_argument(
-        "--model", default="", help="model, as for serve, if there is no --url (default: smollm2)"
-    )
-    parser.add_argument(
-        "--url", "--base-url", help="send the requests to this server, and start no engine"
-    )
-    parser.add_argument("--api-key", default="", help="for --url; also from OPENAI_API_KEY")
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=0,
-        metavar="N",
-        help="most requests at once (default: what the engine runs at once, and a few that wait)",
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="form of what is said on standard error (default: text)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with the tables [engine] and [server]"
-    )
+    add_flags(parser, "batch")
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
