@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -46,6 +47,13 @@ def test_every_part_is_timed(part: str) -> None:
         assert each.part == part
         assert each.nbytes > 0
         assert (each.integer + each.floats > 0) == (part in ("gemm", "attention", "layer"))
+
+
+def test_the_flag_takes_every_part() -> None:
+    parser = argparse.ArgumentParser()
+    bench_kernels.add_arguments(parser)
+    parts = list(kernel_cases.PARTS)
+    assert parser.parse_args(["--only", *parts]).only == parts
 
 
 @native

@@ -261,7 +261,7 @@ def test_a_field_of_each_shape_is_what_the_document_says(shape: str, name: str) 
 
 def test_every_field_has_its_line() -> None:
     known = {name for name in RequestBody.__struct_fields__ if name not in DIALECTS_OWN}
-    assert known - FIELDS.keys() == set(), "add them to FIELDS in field_schemas.py"
+    assert known - FIELDS.keys() == set(), "add them to fields.json"
     assert FIELDS.keys() - known == set()
 
 

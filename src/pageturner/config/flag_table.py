@@ -6,10 +6,9 @@ Owns how an entry becomes a flag. Must not know any flag.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, Protocol
-
-import msgspec
 
 from pageturner.errors import bad_setting
 
@@ -33,7 +32,7 @@ class FlagParser(Protocol):
 def add_flags(parser: FlagParser, *tables: str) -> None:
     """Add the flags of these tables. An entry has its flag's names, and argparse's words for it; its
     type is one of KINDS, or text; yes_or_no is an action that --no-FLAG undoes."""
-    known = msgspec.json.decode(TABLES.read_bytes())
+    known = json.loads(TABLES.read_bytes())
     for table in tables:
         for entry in known[table]:
             names = entry.pop("flags").split()

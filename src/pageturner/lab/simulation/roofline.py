@@ -1,7 +1,7 @@
 """The cost of a step on hardware that is not here: the model's arithmetic and bytes over a GPU's
 limits.
 
-Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009. Must not know
+Owns the GPU sheet (gpus.json) and the two ceilings of Williams et al., Roofline, CACM 2009. Must not know
 schedulers.
 
 A step is the products of all layers, the output head for rows that get a token, and attention; each
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from pageturner.errors import EngineFault
@@ -41,78 +43,8 @@ class GPU:
 
 
 MIB = 1 << 20
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GPU(
-            "A100-80G",
-            312e12,
-            2.039e12,
-            81_920 * MIB,
-            300e9,
-            "NVIDIA A100 datasheet (SXM, 80 GB), 2022",
-        ),
-        GPU(
-            "A100-40G",
-            312e12,
-            1.555e12,
-            40_960 * MIB,
-            300e9,
-            "NVIDIA A100 datasheet (SXM, 40 GB), 2021",
-        ),
-        GPU(
-            "H100",
-            989.4e12,
-            3.35e12,
-            81_559 * MIB,
-            450e9,
-            "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023",
-        ),
-        GPU(
-            "H200",
-            989.4e12,
-            4.8e12,
-            143_771 * MIB,
-            450e9,
-            "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024",
-        ),
-        GPU(
-            "H100-PCIe",
-            756e12,
-            2.0e12,
-            81_559 * MIB,
-            64e9,
-            "NVIDIA H100 datasheet (PCIe; sparse 1,513 halved), 2023",
-        ),
-        GPU("L40S", 362e12, 0.864e12, 46_068 * MIB, 32e9, "NVIDIA L40S datasheet (dense), 2023"),
-        GPU("A10", 125e12, 0.6e12, 23_028 * MIB, 32e9, "NVIDIA A10 datasheet (dense), 2021"),
-        GPU("T4", 65e12, 0.3e12, 15_360 * MIB, 16e9, "NVIDIA T4 datasheet, 2019"),
-        GPU(
-            "RTX-4090",
-            165.2e12,
-            1.008e12,
-            24_564 * MIB,
-            32e9,
-            "NVIDIA Ada whitepaper (dense, fp32 sums), 2022",
-        ),
-        GPU(
-            "MI300X",
-            1307.4e12,
-            5.3e12,
-            196_592 * MIB,
-            448e9,
-            "AMD Instinct MI300X data sheet (dense), 2023",
-        ),
-        GPU(
-            "L4",
-            121e12,
-            0.3e12,
-            23_034 * MIB,
-            32e9,
-            "NVIDIA L4 datasheet (sparse 242 halved), 2023",
-        ),
-    )
-}
+_SHEET = Path(__file__).with_name("gpus.json").read_bytes()
+GPUS = {gpu.name: gpu for gpu in msgspec.json.decode(_SHEET, type=list[GPU])}
 
 
 def gpu_named(name: str) -> GPU:

@@ -1,8 +1,9 @@
 """The metrics of a server, as Prometheus reads them: vLLM's names and buckets, and a few of our
 own.
 
-Owns the numbers and their names; counting one costs a bisection and two additions. Must not know
-HTTP or the engine's workings, nor how the text is written (prometheus.py).
+Owns the numbers and their names, most of which are in metrics.json; counting one costs a bisection
+and two additions. Must not know HTTP or the engine's workings, nor how the text is written
+(prometheus.py).
 """
 
 from __future__ import annotations
@@ -12,80 +13,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pageturner.http.http_metrics import HttpMetrics
 from pageturner.http.prometheus import Exposition, Histogram, Histograms, process_metrics
 from pageturner.server.admission.goodput import Goodput
-from pageturner.server.observability import tier_metrics
 from pageturner.server.observability.request_phases import COMPUTED, SECONDS, TOKENS, PhaseMetrics
 from pageturner.server.observability.utilisation import Utilisation
 from pageturner.telemetry.work import STEP_SIZES
 from pageturner.text.output_stream import OutputStream
 
-# vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
-TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-    2560.0,
-)
-ITL = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
-# finer than theirs, for small models on a CPU: ours
-FINE_ITL = (
-    0.0005,
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-)
+TABLES: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_bytes())
+# vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds; and finer ones for small models on a CPU
+TTFT, ITL, FINE_ITL = (tuple(TABLES[name]) for name in ("ttft", "itl", "fine_itl"))
 
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 INTER_TOKEN = "vllm:inter_token_latency_seconds"
@@ -110,48 +53,7 @@ HISTOGRAMS = {
 
 # counters of the engine (channel.Stats) -> name and help; each restarts from zero with the engine
 # process
-ENGINE_COUNTERS = {
-    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens processed"),
-    "generated_tokens": ("vllm:generation_tokens", "Tokens generated"),
-    "cached_tokens": ("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache"),
-    "preemptions": ("vllm:num_preemptions", "Preemptions"),
-    "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
-    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
-    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were right"),
-    "adapter_loads": ("pageturner:adapter_loads", "LoRA adapters read for requests"),
-    "adapter_evictions": ("pageturner:adapter_evictions", "LoRA adapters that had to leave memory"),
-    "steps": ("pageturner:steps", "Steps run"),
-    "step_tokens": ("pageturner:step_tokens", "Tokens computed in steps"),
-    "kv_blocks_taken_back": (
-        "pageturner:kv_blocks_taken_back",
-        "KV blocks taken back from an engine process that died",
-    ),
-    "session_turns_found": (
-        "pageturner:session_turns_found",
-        "Turns of sessions that found their KV",
-    ),
-    "session_turns_missed": ("pageturner:session_turns_missed", "Turns of sessions that did not"),
-    "session_blocks_given_up": (
-        "pageturner:session_blocks_given_up",
-        "KV blocks of sessions that were given up before their time",
-    ),
-    "state_evictions": ("pageturner:state_evictions", "States of recurrent layers overwritten"),
-    "state_hits": ("pageturner:state_hits", "Prompts that were taken up at a recurrent state"),
-    "state_missed_tokens": (
-        "pageturner:state_missed_tokens",
-        "Tokens whose KV was cached, computed again because no recurrent state stood behind them",
-    ),
-    "recomputed_tokens": (
-        "pageturner:recomputed_tokens",
-        "Tokens computed again after preemption or a restart",
-    ),
-} | tier_metrics.COUNTERS
-ADAPTER_GAUGES = {
-    "adapters": "LoRA adapters that requests can ask for",
-    "adapters_in_memory": "LoRA adapters in memory",
-    "adapter_bytes": "Bytes that they take",
-    "adapters_waiting": "Requests that wait for their adapter",
-}
+ENGINE_COUNTERS: dict[str, list[str]] = TABLES["engine_counters"]
 MAX_FIGURES = 512  # of an engine
 MAX_CODES = 128  # of refusals, each a label of its own
 ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
@@ -292,7 +194,7 @@ def render(
     exposition.gauge("pageturner:key_cost", help, {key: one[1] for key, one in keys.items()}, "key")
     if adapters is not None:
         _expose_adapters(exposition, adapters, metrics.engine)
-    for name, help in tier_metrics.GAUGES.items():
+    for name, help in TABLES["tier_gauges"].items():
         if name in metrics.engine:
             exposition.gauge(f"pageturner:{name}", help, metrics.engine[name])
     metrics.utilisation.expose(exposition)
@@ -307,7 +209,7 @@ def _expose_adapters(
     """The LoRA adapters, where there is one."""
     if not figures.by_name:
         return
-    for name, help in ADAPTER_GAUGES.items():
+    for name, help in TABLES["adapter_gauges"].items():
         exposition.gauge(f"pageturner:{name}", help, engine.get(name, 0))
     help = "Requests for each adapter that have ended"
     counts = {name: one[0] for name, one in figures.by_name.items()}

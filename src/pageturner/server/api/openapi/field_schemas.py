@@ -2,15 +2,18 @@
 
 Owns what is said of every field of a RequestBody: its type is the one by which it is decoded
 (body.py), its bounds are those by which it is checked (params.LIMITS, text/parameters.py,
-limits.py), and the table says the rest. tests/server/test_openapi_fields.py draws values from it,
-and others, and holds them against the check. Must not know which API takes which field
-(request_schemas.py).
+limits.py), and the tables say the rest (fields.json, NARROWED).
+tests/server/test_openapi_fields.py draws values from it, and others, and holds them against the
+check. Must not know which API takes which field (request_schemas.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pageturner.http.json_schemas import (
     BOOLEAN,
@@ -48,14 +51,6 @@ _LIMITED_AS = {
     "thinking_token_budget": "max_thinking_tokens",
     "top_logprobs": "logprobs",
 }
-
-
-class Field(NamedTuple):
-    """help: one line for people. narrows: what is known of it beyond its type and its entry in
-    LIMITS."""
-
-    help: str
-    narrows: Narrowing = {}  # noqa: RUF012  # nobody changes it
 
 
 def longest_prompt(served: ServedModel) -> int:
@@ -118,133 +113,55 @@ def _session() -> Schema:
 
 _MS = {"exclusiveMinimum": 0, "maximum": MAX_MS}
 _NAME = {"maxLength": LONGEST_NAME}
-_OFF: Schema = {"default": False}
-# field -> what is said of it
-FIELDS: dict[str, Field] = {
-    "model": Field(
-        "The model that is served; empty: it.", lambda s: one_of(s.model, *s.names, "", None)
-    ),
-    "prompt": Field("A prompt or several, as text or as token ids.", prompt_schema),
-    "suffix": Field("The text behind a gap, which the answer fills.", _suffix),
-    "messages": Field(
-        "The conversation.", {"type": "array", "minItems": 1, "items": ref("ChatMessage")}
-    ),
-    "max_tokens": Field("Most tokens of the answer.", _max_tokens),
-    "max_completion_tokens": Field("The same as max_tokens.", _max_tokens),
-    "min_tokens": Field("No end of the answer before so many tokens.", _max_tokens),
-    "temperature": Field("0 is greedy."),
-    "top_p": Field("Choose among the likeliest tokens that have this probability together."),
-    "top_k": Field("Choose among so many tokens; 0 and -1: all."),
-    "min_p": Field(
-        "Choose among tokens at least so likely, as a share of the likeliest one's probability."
-    ),
-    "seed": Field(
-        "The same seed gives the same answer.", {"minimum": -MAX_SEED, "maximum": MAX_SEED}
-    ),
-    "stop": Field(
-        "Strings that end the answer.",
-        {
-            "minLength": 1,
-            "maxLength": parameters.LONGEST_STOP,
-            "maxItems": parameters.MAX_STOPS,
-            "items": {**STRING, "minLength": 1, "maxLength": parameters.LONGEST_STOP},
-        },
-    ),
-    "stop_token_ids": Field(
-        f"Tokens that end the answer: at most {parameters.MAX_STOP_IDS} different ones.",
-        lambda s: {"items": token_id(s)},
-    ),
-    "include_stop_str_in_output": Field("Keep the stop string in the text.", _OFF),
-    "ignore_eos": Field("Go on behind the end of sequence.", _OFF),
-    "logprobs": Field("Log-probabilities of the tokens of the answer."),
-    "top_logprobs": Field("Log-probabilities of so many other tokens too; needs logprobs: true."),
-    "prompt_logprobs": Field("Log-probabilities of the prompt's tokens, and of so many others."),
-    "echo": Field("The prompt stands in front of the text.", _OFF),
-    "truncate_prompt_tokens": Field(
-        "Keep the last so many tokens of the prompt; -1: as many as there is room for.",
-        lambda s: {"maximum": s.context, "not": {"const": 0}},
-    ),
-    "truncation_side": Field("The end of the prompt that goes.", one_of("left", "right", None)),
-    "repetition_penalty": Field(
-        "Logits of tokens in prompt or output: x / p if x > 0, else x * p."
-    ),
-    "presence_penalty": Field("Taken once from the logits of tokens in the output."),
-    "frequency_penalty": Field(
-        "Taken from the logits of tokens in the output, as often as they are there."
-    ),
-    "logit_bias": Field("Token id: what is added to its logit.", _biased),
-    "bad_words": Field(
-        "Words that are not written.",
-        {
-            "maxItems": parameters.MAX_BAD_WORDS,
-            "items": {**STRING, "maxLength": parameters.LONGEST_BAD_WORD, "pattern": r"\S"},
-        },
-    ),
-    "allowed_token_ids": Field(
-        "Nothing else is chosen.", lambda s: {"items": token_id(s), "minItems": 1}
-    ),
-    "response_format": Field("The form of the answer, as OpenAI says it.", ref("ResponseFormat")),
-    "structured_outputs": Field(
-        "The form of the answer, as vLLM says it.", ref("StructuredOutputs")
-    ),
-    "guided_json": Field(
-        "As structured_outputs.json.", {"anyOf": [STRING, ref("JsonSchema"), one_of(None)]}
-    ),
-    "guided_regex": Field("As structured_outputs.regex.", {"minLength": 1}),
-    "guided_choice": Field(
-        "As structured_outputs.choice.",
-        {"items": {**STRING, "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
-    ),
-    "guided_grammar": Field("As structured_outputs.grammar."),
-    "grammar": Field("As structured_outputs.grammar."),
-    "json_schema": Field(
-        "As structured_outputs.json.", {"anyOf": [STRING, BOOLEAN, ref("JsonSchema"), one_of(None)]}
-    ),
-    "tools": Field("Functions that the model may call.", _tools),
-    "tool_choice": Field("Whether it may, must or must not.", _tool_choice),
-    "parallel_tool_calls": Field("More than one call in an answer.", {"default": True}),
-    "reasoning_effort": Field("For the chat template.", one_of(*EFFORTS, None)),
-    "max_reasoning_tokens": Field("Most tokens of thoughts."),
-    "thinking_token_budget": Field("The same as max_reasoning_tokens."),
-    "stream": Field("Server-sent events in place of one answer.", _OFF),
-    "stream_options": Field("What a stream tells beside its text."),
-    "skip_special_tokens": Field("Leave control tokens out of the text.", {"default": True}),
-    "add_special_tokens": Field("Put a BOS in front of the prompt, where the model has one."),
-    "parse_special": Field("Control tokens in contents are no text.", _OFF),
-    "add_generation_prompt": Field("For the chat template.", {"default": True}),
-    "continue_final_message": Field("The last message, the assistant's, goes on.", _OFF),
-    "chat_template": Field("A chat template in place of the model's.", _template),
-    "chat_template_kwargs": Field(
-        "For the chat template.", {"propertyNames": {"not": one_of(*sorted(RESERVED))}}
-    ),
-    "include_reasoning": Field("Thoughts stand in the answer.", {"default": True}),
-    "return_token_ids": Field("Token ids beside the text.", _OFF),
-    "return_tokens_as_token_ids": Field("Logprobs name tokens as token_id:N.", _OFF),
-    "priority": Field(
-        "Smaller goes first.", {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1}
-    ),
-    "deadline_ms": Field("Milliseconds after which the answer is worth nothing and ends.", _MS),
-    "ttft_target_ms": Field("Milliseconds in which the first token should be there.", _MS),
-    "tpot_target_ms": Field("Milliseconds that a later token should take.", _MS),
-    "n": Field("Answers to each prompt.", lambda s: {"maximum": s.slots, "default": 1}),
-    "best_of": Field("Make so many, keep the n likeliest.", lambda s: {"maximum": s.slots}),
-    "use_beam_search": Field("Beam search over best_of beams.", _OFF),
-    "length_penalty": Field("Beam search: sums of logprobs are divided by length to this power."),
-    "early_stopping": Field("Beam search: when it ends.", one_of(False, True, "never", None)),
-    "user": Field("The tenant, where nothing else tells it.", _NAME),
-    "cache_salt": Field("Requests share cached prefixes only with those of the same salt.", _NAME),
-    "request_id": Field("What the answer's id ends with.", {"pattern": f"^{SAFE_ID.pattern}$"}),
-    "forced_end": Field(
-        "For developers: the answer ends as its k-th token.", {"minimum": 1, "maximum": LARGEST}
-    ),
-    "force_ids": Field("For developers: the answer begins so.", lambda s: {"items": token_id(s)}),
-    "inject_fault": Field(
-        "For developers: KIND@N.", {"pattern": f"^(?:{'|'.join(FAULTS)})@[1-9][0-9]{{0,8}}$"}
-    ),
-    "speculation": Field("Whether tokens of this answer may be guessed.", {"default": True}),
-    "session": Field("The session that this is a turn of.", _session()),
-    "timings": Field("Say where the time went.", _OFF),
-    "receipt": Field("A receipt beside the answer, with which it can be made again.", _OFF),
+# field -> what is said of it, and what is known of it beyond its type and its entry in LIMITS
+FIELDS: dict[str, dict[str, Any]] = msgspec.json.decode(
+    Path(__file__).with_name("fields.json").read_bytes()
+)
+# field -> what is known of it that the table cannot say
+NARROWED: dict[str, Narrowing] = {
+    "model": lambda s: one_of(s.model, *s.names, "", None),
+    "prompt": prompt_schema,
+    "suffix": _suffix,
+    "max_tokens": _max_tokens,
+    "max_completion_tokens": _max_tokens,
+    "min_tokens": _max_tokens,
+    "seed": {"minimum": -MAX_SEED, "maximum": MAX_SEED},
+    "stop": {
+        "minLength": 1,
+        "maxLength": parameters.LONGEST_STOP,
+        "maxItems": parameters.MAX_STOPS,
+        "items": {**STRING, "minLength": 1, "maxLength": parameters.LONGEST_STOP},
+    },
+    "stop_token_ids": lambda s: {
+        "items": token_id(s),
+        "description": f"Tokens that end the answer: at most {parameters.MAX_STOP_IDS} different ones.",
+    },
+    "truncate_prompt_tokens": lambda s: {"maximum": s.context, "not": {"const": 0}},
+    "logit_bias": _biased,
+    "bad_words": {
+        "maxItems": parameters.MAX_BAD_WORDS,
+        "items": {**STRING, "maxLength": parameters.LONGEST_BAD_WORD, "pattern": r"\S"},
+    },
+    "allowed_token_ids": lambda s: {"items": token_id(s), "minItems": 1},
+    "guided_choice": {"items": {**STRING, "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
+    "tools": _tools,
+    "tool_choice": _tool_choice,
+    "reasoning_effort": one_of(*EFFORTS, None),
+    "chat_template": _template,
+    "chat_template_kwargs": {"propertyNames": {"not": one_of(*sorted(RESERVED))}},
+    "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1},
+    "deadline_ms": _MS,
+    "ttft_target_ms": _MS,
+    "tpot_target_ms": _MS,
+    "n": lambda s: {"maximum": s.slots, "default": 1},
+    "best_of": lambda s: {"maximum": s.slots},
+    "user": _NAME,
+    "cache_salt": _NAME,
+    "request_id": {"pattern": f"^{SAFE_ID.pattern}$"},
+    "forced_end": {"minimum": 1, "maximum": LARGEST},
+    "force_ids": lambda s: {"items": token_id(s)},
+    "inject_fault": {"pattern": f"^(?:{'|'.join(FAULTS)})@[1-9][0-9]{{0,8}}$"},
+    "session": _session(),
 }
 
 
@@ -254,20 +171,18 @@ def field_schemas(served: ServedModel) -> dict[str, Schema]:
     for name, typed in of_struct(RequestBody).items():
         if name not in FIELDS:
             continue  # a field of a dialect's own
-        field = FIELDS[name]
-        more = field.narrows(served) if callable(field.narrows) else field.narrows
-        made = narrowed({**typed, **_bounds(name)}, more)
+        about = FIELDS[name]
+        more = NARROWED.get(name, about.get("schema", {}))
+        if callable(more):
+            more = more(served)
+        described = {"description": about["description"]}
+        found[name] = described | narrowed({**typed, **_bounds(name)}, more)
         usual = default_of(name, served)
-        found[name] = {
-            "description": field.help,
-            **made,
-            **({} if usual is None else {"default": usual}),
-        }
+        if usual is not None:
+            found[name]["default"] = usual
         if name in DEVELOPER and not served.developer:
-            found[name] = {
-                "description": f"{field.help} Start the server with --developer.",
-                "type": "null",
-            }
+            told = f"{about['description']} Start the server with --developer."
+            found[name] = {"description": told, "type": "null"}
     return found
 
 
