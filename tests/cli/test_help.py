@@ -115,6 +115,9 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("m --no-mmap --no-enable-prefix-caching", "m --no-enable-prefix-caching"),
         ("""m --limit-mm-per-prompt '{"image": 0}'""", "m"),
         ("""m --speculative-config '{"method": "ngram"}'""", "m --speculation ngram"),
+        ("""m --speculative-config '{"method":"mtp"}'""", "m --speculation mtp"),
+        ("m -sc.method qwen3_next_mtp -sc.num_speculative_tokens 2", "m --speculation mtp"),
+        ("m -sc.method=deepseek_mtp", "m --speculation mtp"),
         (
             """m --speculative-config '{"model": "d", "num_speculative_tokens": 3}'""",
             "m --speculation draft --draft-model d",

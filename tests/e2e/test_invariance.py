@@ -264,6 +264,7 @@ class WildGuesses:
     """Drafts that are right now and then: the truth of another engine, spoiled in places."""
 
     nbytes = 0
+    watch = None
 
     def __init__(self, truth: dict[int, Answer]) -> None:
         self._truth = truth

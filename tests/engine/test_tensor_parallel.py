@@ -225,6 +225,7 @@ def test_a_rank_is_killed_under_streams_and_they_go_on(kind: str, threads: str) 
 BOTH = [
     ({"backend": "reference"}, "--backend reference"),
     ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
+    ({"speculation": "mtp"}, "--speculation mtp"),
     ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
     ({"kv_file": "x"}, "--kv-file"),
     ({"prefill_listen": "a:1"}, "--prefill-listen"),

@@ -17,6 +17,7 @@ from pageturner.models.spec import ModelSpec
 from support import gguf_writer as w
 from support.decoding import Decoding
 from support.hf_folder import GOLDENS
+from support.mtp import head_logits, write_head
 
 FAMILIES = GOLDENS / "families"
 OPS = ReferenceOps()
@@ -50,6 +51,15 @@ OF_LAYER = {
     },
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    **{f"nextn.{x}.weight": f"nextn.{x}.weight" for x in ("eh_proj", "enorm", "hnorm")},
+    "nextn.shared_head_norm.weight": "nextn.shared_head_norm.weight",
+}
+HEAD = {
+    "mtp.layers.0.": "",
+    "mtp.fc.": "nextn.eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "nextn.enorm.",
+    "mtp.pre_fc_norm_hidden.": "nextn.hnorm.",
+    "mtp.norm.": "nextn.shared_head_norm.",
 }
 
 
@@ -84,6 +94,13 @@ def split(spec: ModelSpec, fused: np.ndarray) -> dict[str, np.ndarray]:
     return {"attn_qkv.weight": np.concatenate([q, k, v]), "attn_gate.weight": z}
 
 
+def behind(name: str, layers: int) -> str:
+    """The name of a tensor of a head that predicts a second token, as if it were one more layer."""
+    for old, new in HEAD.items():
+        name = name.replace(old, f"model.layers.{layers}.{new}", 1)
+    return name
+
+
 def tensors_of(folder: Path, older: bool) -> dict[str, np.ndarray]:
     file, spec, _ = open_model(folder)
     assert spec.linear is not None
@@ -92,6 +109,7 @@ def tensors_of(folder: Path, older: bool) -> dict[str, np.ndarray]:
     for name in file.tensors:
         kind, shape, raw = file.tensor(name)
         x = dequantise(kind, shape, np.frombuffer(raw, np.uint8)).reshape(shape)
+        name = behind(name, spec.layers)
         if name.endswith("norm.weight") and "linear_attn" not in name:
             x = x + np.float32(1)
         if name in NAMES:
@@ -119,8 +137,10 @@ def tensors_of(folder: Path, older: bool) -> dict[str, np.ndarray]:
     return found
 
 
-def written(path: Path, name: str, older: bool = False, **changes: Any) -> Path:
-    folder, arch = FAMILIES / name, ARCHES[name]
+def written(
+    path: Path, name: str, older: bool = False, folder: Path | None = None, **changes: Any
+) -> Path:
+    folder, arch = folder or FAMILIES / name, ARCHES[name]
     _, spec, _ = open_model(folder)
     linear, experts = spec.linear, spec.experts
     assert linear is not None
@@ -164,6 +184,20 @@ def test_the_same_model_as_gguf(tmp_path: Path, name: str, older: bool) -> None:
     prompt = np.load(FAMILIES / name / "golden.npz")["prompt_1"].tolist()
     a, b = (logits(each, prompt) for each in (FAMILIES / name, path))
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("name", ARCHES)
+def test_a_head_that_predicts_a_second_token(tmp_path: Path, name: str) -> None:
+    folder = write_head(tmp_path / "folder", name)
+    layers = open_model(folder).spec.layers
+    changes = {"block_count": layers + 1, "nextn_predict_layers": 1}
+    path = written(tmp_path / "model.gguf", name, folder=folder, **changes)
+    tokens = np.arange(5, 45, dtype=np.int32)
+    rows = np.random.default_rng(0).standard_normal((40, 32)).astype(np.float32)
+    each = [head_logits(load_model(it, OPS, mtp=True), OPS, tokens, rows) for it in (folder, path)]
+    np.testing.assert_allclose(*each, rtol=0, atol=2e-5 * np.abs(each[0]).max())
+    prompt = [7, 8, 9]
+    np.testing.assert_allclose(logits(folder, prompt), logits(path, prompt), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

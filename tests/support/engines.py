@@ -61,10 +61,16 @@ class Model:
     """A model loaded once on one backend; engines with storage of their own are cheap to make."""
 
     def __init__(
-        self, path: Path, ops: Ops, *, dtype: str = "auto", kv_dtype: str = "float16"
+        self,
+        path: Path,
+        ops: Ops,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "float16",
+        mtp: bool = False,
     ) -> None:
         self.ops = ops
-        self.decoder: Decoder = load_model(path, ops, dtype=dtype, max_positions=0)
+        self.decoder: Decoder = load_model(path, ops, dtype=dtype, max_positions=0, mtp=mtp)
         self.kv_dtype = kv_dtype
         self.compiler = Compiler(lambda: load_tokenizer(path))
         self.adapters: dict[str, Path] = {}  # folders by name, for every engine made from here on

@@ -32,7 +32,7 @@ from pageturner.kernels import peak
 from pageturner.kernels.base import KVSpec
 from pageturner.kernels.cpu import native_module
 from pageturner.kv.kv_connectors import check_model
-from pageturner.models.load import check_memory, open_model, what_becomes
+from pageturner.models.load import check_memory, open_model, what_becomes, with_mtp
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
 
@@ -212,7 +212,10 @@ def _model(report: DoctorReport, config: EngineConfig) -> None:
         )
         return
     try:
-        file, spec, layout = open_model(model.path, config.load_format, config.load_seed)
+        opened = open_model(model.path, config.load_format, config.load_seed)
+        if config.speculation == "mtp":
+            opened = with_mtp(opened)
+        file, spec, layout = opened
         weights = sum(tensor.nbytes for tensor in file.tensors.values())
         size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
@@ -286,9 +289,17 @@ def _has_template(file: TensorFile, model: hub.ModelFile) -> bool:
 
 
 def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) -> tuple[int, int]:
-    """Bytes of its KV in a block, and of its weights; 0 where there is none. EngineFault as when it
-    is loaded, but its tokenizer is not looked at."""
+    """Bytes of its KV in a block, and of its weights; 0 where there is none, or where they are in
+    the model's file. EngineFault as when it is loaded, but its tokenizer is not looked at."""
     check_speculation(config)
+    if config.speculation == "mtp":
+        one, cost = _block(config, target.mtp), cost_of(target.mtp, target)
+        text = (
+            f"its KV takes {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's"
+        )
+        report.add("model", "MTP head", text)
+        report.data["mtp"] = {"cost": cost, "bytes_per_token": one.bytes_per_token}
+        return one.nbytes, 0
     if not config.draft_model:
         return 0, 0
     model = hub.resolve(config.draft_model, offline=True)

@@ -267,7 +267,9 @@ def _drafts(given: Given, notes: list[str]) -> list[str]:
         return ["--speculation", "ngram"]
     if method == "draft_model" and "model" in fields:
         return ["--speculation", "draft", "--draft-model", str(fields["model"])]
-    message = f"{given.flag}: there is no method {method!r} here; there are ngram and draft_model"
+    if method == "mtp" or method.endswith("_mtp"):  # of a family of models
+        return ["--speculation", "mtp"]
+    message = f"{given.flag}: there is no method {method!r} here; there are ngram, draft_model, mtp"
     raise EngineFault("bad_setting", message)
 
 

@@ -93,8 +93,8 @@ class EngineConfig(SchedulerConfig, KVSettings):
     speculation: str = option(
         "off",
         "speculative decoding; ngram: draft tokens from repeated passages of prompt and answer; draft: from"
-        " --draft-model",
-        ("off", "ngram", "draft"),
+        " --draft-model; mtp: from the head of the checkpoint that predicts a second token",
+        ("off", "ngram", "draft", "mtp"),
     )
     draft_model: str = option(
         "", "draft model of --speculation draft: a smaller model with the same tokenizer"

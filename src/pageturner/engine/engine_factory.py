@@ -40,6 +40,7 @@ from pageturner.executor.draft_compatibility import (
 from pageturner.executor.draft_model import MAX_DRAFT, DraftModel
 from pageturner.executor.grammar import Grammars
 from pageturner.executor.kv_memory import KVForm, KVLayout, KVSizes, available_memory, plan_kv
+from pageturner.executor.mtp import MTPDrafter
 from pageturner.executor.runner import Executor, Runner
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
@@ -164,6 +165,8 @@ def make_engine(
         if smaller:
             costs = _costs(smaller, decoder)
             drafter = DraftModel(smaller, ops, layout, costs)
+        elif decoder.mtp is not None:
+            drafter = MTPDrafter(decoder, ops, layout)
         alloc = kept.begin(sizes) if kept else ops.alloc_kv
         runner = phases.run("kv", lambda: Runner(decoder, ops, layout, grammars, drafter, alloc))
         if kept is not None and runner.recurrent is not None:
@@ -205,6 +208,11 @@ def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
     loaded."""
     chosen = devices.choose(config, lambda: devices.needs_of(model.path, config))
     if chosen.ops is not None:
+        if config.speculation == "mtp":
+            message = (
+                "--speculation mtp does not work on GPUs yet: use --device cpu, or leave it out"
+            )
+            raise EngineFault("bad_setting", message)
         logs.say(devices.plan_text(chosen.ops, devices.needs_of(model.path, config), config))
     return chosen
 
@@ -252,6 +260,9 @@ def _kv_sizes(
     free -= config.kv_host_memory
     config = replace(config, kv_cache_memory=asked)
     of_draft = _block_spec(smaller, config).nbytes if smaller else 0
+    if decoder.mtp is not None:
+        kv_dtype = devices.kv_type(config)
+        of_draft = decoder.spec.mtp.kv_spec(1, config.block_size, kv_dtype).nbytes
     recurrent = decoder.spec.recurrent_spec(devices.kv_type(config))
     form = KVForm(_block_spec(decoder, config), *windows, of_draft, recurrent)
     return plan_kv(form, config, max_model_len, free)

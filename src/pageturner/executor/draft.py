@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
+from pageturner.kernels.base import Array
 from pageturner.request import Request
-from pageturner.scheduler.types import Item, Output, Sequence
+from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
 T = TypeVar("T")
 MAX_REMEMBERED = 1024
@@ -29,9 +30,17 @@ GUESS = (3.0, 4.0)  # how a sequence begins: so many of so many drafted tokens w
 
 
 class Drafter(Protocol):
-    """A proposer of drafts. nbytes: memory that it keeps for all sequences together."""
+    """A proposer of drafts.
+
+    nbytes  memory that it keeps for all sequences together
+    watch   called in each step, before `propose`, with the hidden rows of all its tokens; None:
+            only those that logits are made of need to be computed
+    """
 
     nbytes: int
+
+    @property
+    def watch(self) -> Callable[[Plan, Array], None] | None: ...
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         """Write the next draft of every sequence that is at its end into its output."""
@@ -143,6 +152,8 @@ class PromptLookup:
           whose rows are not free, it is no longer than gains by what share of the tokens has been
           right.
     """
+
+    watch = None
 
     def __init__(self, most: int = 7, costs: Costs = LOOKUP) -> None:
         self.nbytes = 0

@@ -20,7 +20,7 @@ from pageturner.executor.batch import pack
 from pageturner.executor.draft import FADING, GUESS, Costs, SequenceMemory, best_length
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KVSpec, Ops
-from pageturner.kernels.choosing import ChooseArgs
+from pageturner.kernels.choosing import ChooseArgs, SamplerOutput
 from pageturner.models.decoder import Decoder
 from pageturner.models.spec import unsupported
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
@@ -38,6 +38,8 @@ class DraftModel:
     layout   of the target: there are as many blocks as its whole ones
     """
 
+    watch = None
+
     def __init__(self, decoder: Decoder, ops: Ops, layout: KVLayout, costs: Costs) -> None:
         self._decoder, self._ops, self._costs = decoder, ops, costs
         self._blocks, self._size = layout.sizes.blocks, layout.block_size
@@ -50,7 +52,7 @@ class DraftModel:
         self.nbytes = spec.nbytes
         self.storage = ops.alloc_kv(spec)
         self._pages: dict[int, _Page] = {}
-        self._records = SequenceMemory(_DraftRecord)
+        self._records = SequenceMemory(DraftRecord)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         guesses = list(
@@ -59,7 +61,7 @@ class DraftModel:
         while guesses:
             guesses = self._step(guesses)
 
-    def _begin(self, ending: list[tuple[Item, Output]]) -> Iterator[_Guess]:
+    def _begin(self, ending: list[tuple[Item, Output]]) -> Iterator[Guess]:
         """The sequences whose draft pays."""
         spare, drafted, behind = iter(range(self._blocks, self._blocks + MAX_DRAFTED)), 0, CATCH_UP
         for item, output in ending:
@@ -67,7 +69,8 @@ class DraftModel:
             if not params.speculation or output.tokens[-1] in params.stop_ids:
                 continue
             tokens, record = [*seq.tokens, *output.tokens], self._records.of(seq)
-            record.follow(tokens, self._size, item.drafted, len(output.tokens) - 1)
+            record.follow(len(tokens), item.drafted, len(output.tokens) - 1)
+            lengthen(record.chains, tokens, self._size)
             known = min(self._known(seq.blocks, tokens, record.chains), len(tokens) - 1)
             n, left = len(tokens) - known, seq.limit - len(tokens)
             most = min(
@@ -89,19 +92,17 @@ class DraftModel:
             end = -(-(known + n + max(length - 1, 0)) // self._size)
             blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
             row = Sequence(seq.request, seq.index, tokens, known, blocks, scored=seq.prompt_len)
-            yield _Guess(row, output, list(record.chains), n, length)
+            yield Guess(row, output, list(record.chains), n, length)
 
     def _length(
-        self, record: _DraftRecord, sequences: int, most: int, behind: int, left: int
+        self, record: DraftRecord, sequences: int, most: int, behind: int, left: int
     ) -> int:
         """Tokens to draft, 0 where that does not pay: among so many sequences, with so many tokens
         that the draft model has not seen, and at most so many left to draft for."""
-        if record.rest:
-            return 0
         costs = self._costs
-        length, gained = best_length(costs, record.percent, sequences, most)
-        if not length and best_length(costs, _percent(*GUESS), sequences, most)[0]:
-            record.pause()
+        length, gained = record.best_length(costs, sequences, most)
+        if not length:
+            return 0
         saved = left * (1 - 1 / gained) * (1 + sequences / costs.rows) / sequences
         return length if saved >= behind * costs.step / costs.rows else 0
 
@@ -118,7 +119,7 @@ class DraftModel:
                 return i * size + next((j for j, (a, b) in pairs if a != b), same)
         return min(len(blocks), len(chains)) * size
 
-    def _step(self, guesses: list[_Guess]) -> list[_Guess]:
+    def _step(self, guesses: list[Guess]) -> list[Guess]:
         """Compute, and give each of those that are at their end a token more. Those that want
         another one."""
         items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
@@ -135,20 +136,9 @@ class DraftModel:
             return []
         draws = sampler.draws([guess.row for guess in drawn])
         chosen = self._decoder.choose(hidden, ChooseArgs(draws))
-        more = []
-        for guess, token, logit in zip(
-            drawn, chosen.ids.tolist(), chosen.logits.tolist(), strict=True
-        ):
-            if isfinite(logit):
-                guess.output.draft.append(token)
-                guess.row.tokens.append(token)
-                guess.n = 1
-                stops = token in guess.row.request.params.stop_ids
-                if len(guess.output.draft) < guess.length and not stops:
-                    more.append(guess)
-        return more
+        return [drawn[i] for i in extended(drawn, chosen)]
 
-    def _note(self, guess: _Guess) -> None:
+    def _note(self, guess: Guess) -> None:
         """Write down what the blocks hold now."""
         row, chains, size = guess.row, guess.chains, self._size
         end = row.computed + guess.n
@@ -159,8 +149,8 @@ class DraftModel:
             )
 
 
-class _DraftRecord:
-    """The KV of one sequence: the chain of its blocks, and how its drafts did."""
+class DraftRecord:
+    """How the drafts of one sequence did, and the chain of its blocks."""
 
     def __init__(self) -> None:
         self.chains = [0]
@@ -172,17 +162,26 @@ class _DraftRecord:
     def percent(self) -> int:
         return _percent(self.right, self.tried)
 
-    def follow(self, tokens: list[int], size: int, drafted: int, accepted: int) -> None:
+    def follow(self, length: int, drafted: int, accepted: int) -> None:
         """Take in what came since the last call; nothing if it was about this very step."""
-        if len(tokens) == self.length:
+        if length == self.length:
             return
-        self.length = len(tokens)
-        lengthen(self.chains, tokens, size)
+        self.length = length
         if drafted:
             self.right = FADING * self.right + accepted
             self.tried = FADING * self.tried + min(accepted + 1, drafted)
         elif self.rest:
             self.rest -= 1
+
+    def best_length(self, costs: Costs, sequences: int, most: int) -> tuple[int, float]:
+        """The function of this name by what was right so far. Where no draft pays because of that,
+        there is none for a while."""
+        if self.rest:
+            return 0, 1.0
+        length, gained = best_length(costs, self.percent, sequences, most)
+        if not length and best_length(costs, _percent(*GUESS), sequences, most)[0]:
+            self.pause()
+        return length, gained
 
     def pause(self) -> None:
         """Drafts do not pay: none for a while, then another try, of which the first outcomes
@@ -201,7 +200,7 @@ class _Page:
 
 
 @dataclass(slots=True)
-class _Guess:
+class Guess:
     """A sequence that is worked on.
 
     row     the sequence, if its draft is right so far
@@ -214,6 +213,24 @@ class _Guess:
     chains: list[int]
     n: int
     length: int
+
+
+def extended(guesses: list[Guess], chosen: SamplerOutput) -> list[int]:
+    """Give each of these drafts the token that was chosen for it. The indices of those that want
+    another one."""
+    more = []
+    for i, (token, logit) in enumerate(
+        zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)
+    ):
+        guess = guesses[i]
+        if isfinite(logit):
+            guess.output.draft.append(token)
+            guess.row.tokens.append(token)
+            guess.n = 1
+            stops = token in guess.row.request.params.stop_ids
+            if len(guess.output.draft) < guess.length and not stops:
+                more.append(i)
+    return more
 
 
 def lengthen(chains: list[int], tokens: list[int], size: int) -> None:

@@ -111,9 +111,16 @@ class Runner:
         # while the layers are computed
         masks = self._grammars.begin(ending) if self._grammars else no_masks
         packed = perf_counter()
+        wanted = batch.logit_rows
+        watch = self._drafter.watch if self._drafter is not None else None
+        if watch is not None:
+            batch = replace(batch, logit_rows=np.arange(len(batch.tokens), dtype=np.int32))
         hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()
-        rows = len(batch.logit_rows)
+        if watch is not None:
+            watch(plan, hidden)
+            hidden = self._ops.take_rows(hidden, wanted)
+        rows = len(wanted)
         pooled = pool(self._decoder, self._ops, plan.items, hidden)
         scores = {}
         if rows > len(ending):

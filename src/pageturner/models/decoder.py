@@ -21,6 +21,7 @@ class Decoder:
     """A transformer decoder.
 
     head      what makes logits of hidden rows, which `stack` makes
+    mtp       the head that predicts a second token, where it was loaded
     shard     which slice of the model its weights are; None: all of it
     adapters  those that may be in a step, by name: put there and taken away by whoever loads them
     """
@@ -44,6 +45,7 @@ class Decoder:
         self.head = Head(
             weights.norm, spec.eps, weights.head, weights.norm_bias, cap, weights.head_bias
         )
+        self.mtp = weights.mtp
         self.sizes = weights.sizes
         self.shard = weights.shard
         self.adapters: dict[str, Adapter] = {}

@@ -27,7 +27,7 @@ from pageturner.models.dummy import open_dummy
 from pageturner.models.gguf_spec import read_gguf_spec
 from pageturner.models.hf_names import HEADS, as_stored, hf_layout
 from pageturner.models.hf_spec import read_hf_spec
-from pageturner.models.names import Layout, gguf_layout
+from pageturner.models.names import Layout, Part, gguf_layout
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
 from pageturner.models.rope import table_bytes
@@ -63,6 +63,8 @@ def load_model(path: str | os.PathLike[str], ops: Ops, **fields: Any) -> Decoder
         raise EngineFault("weight_dtype", message)
     model = open_model(path, options.load_format, options.load_seed)
     with naming(path):
+        if options.mtp:
+            model = with_mtp(model)
         shard = _shard(model, options)
         if options.rank == 0:  # it does so for all
             free = (options.available or memory.available)()
@@ -140,6 +142,64 @@ def _open(path: Path) -> OpenModel:
         spec = replace(spec, tied=False)
         layout = hf_layout(spec, partial(has_tensor, file))
     return OpenModel(file, spec, as_stored(layout, file.tensors))
+
+
+# Where a head of multi-token prediction has its layer and its other parts: Qwen's beside the layers
+# of the model, DeepSeek's and GLM's behind them, as files of llama.cpp have all of them.
+_MTP = (
+    ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    ("{}", "{}eh_proj", "{}enorm", "{}hnorm", "{}shared_head.norm"),
+    ("{}", "{}nextn.eh_proj", "{}nextn.enorm", "{}nextn.hnorm", "{}nextn.shared_head_norm"),
+)
+
+
+def with_mtp(model: OpenModel) -> OpenModel:
+    """The model with its head that predicts a second token: one more layer, and parts beside those
+    outside of the layers. EngineFault('draft_model') where there is none."""
+    file, spec, layout = model
+    one = spec.mtp
+    first = layout.layers[0]["attn_norm"].name
+    old = first[: first.index(".0.") + 3]
+    behind = old.replace(".0.", f".{spec.layers}.")
+    styles = [[name.format(behind) for name in style] for style in _MTP]
+    found = next((s for s in styles if f"{s[1]}.weight" in file.tensors), None)
+    if found is None:
+        raise EngineFault(
+            "draft_model",
+            f"{file.path} has no head that predicts a second token (MTP): leave --speculation mtp out,"
+            " or use --speculation ngram",
+        )
+    new, fc, enorm, hnorm, norm = found
+
+    def renamed(name: str) -> str:
+        return new + name[len(old) :] if name.startswith(old) else name
+
+    def moved(part: Part) -> Part:
+        return replace(part, name=renamed(part.name), by=renamed(part.by))
+
+    def present(name: str) -> bool:
+        return has_tensor(file, renamed(name))
+
+    in_gguf = old.startswith("blk.")
+    head = gguf_layout(one, present) if in_gguf else hf_layout(one, present)
+    several = [{f: [*map(moved, parts)] for f, parts in head.several(0).items()}]
+    head = Layout(head.top, [{f: moved(p) for f, p in head.layers[0].items()}], several)
+    if not in_gguf:
+        head = as_stored(head, file.tensors)
+    last = replace(layout.top["norm"], times=1.0)
+    own = {"mtp_enorm": enorm, "mtp_hnorm": hnorm, "mtp_norm": norm}
+    top = {f: replace(last, name=f"{name}.weight") for f, name in own.items()}
+    if top["mtp_norm"].name not in file.tensors:
+        top["mtp_norm"] = last
+    top["mtp_fc"] = Part(f"{fc}.weight", (spec.dim, 2 * spec.dim))
+    whole = replace(
+        layout,
+        top=layout.top | top,
+        layers=layout.layers + head.layers,
+        experts=layout.experts + head.experts,
+        heads=layout.heads and [*layout.heads, {}],
+    )
+    return OpenModel(file, spec, whole)
 
 
 def _own_head(file: TensorFile, layout: Layout) -> str:

@@ -352,6 +352,17 @@ class ModelSpec:
         return ", ".join(name for name, there in found.items() if there)
 
     @property
+    def mtp(self) -> ModelSpec:
+        """The model of one layer that a head of multi-token prediction is."""
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=frozenset({0}))
+        none: frozenset[int] = frozenset()
+        return replace(
+            self, layers=1, linear=None, experts=experts, windowed=none, window=0, no_rope=none
+        )
+
+    @property
     def routed(self) -> int:
         """Weights of all experts."""
         moe = self.experts

@@ -70,6 +70,18 @@ class WeightSize:
     nbytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MTPWeights:
+    """A head of multi-token prediction: norms of the embedding of a token and of the hidden row
+    before it, the product `fc` of both, a layer, and the norm before the model's own head."""
+
+    layer: Layer
+    mtp_enorm: Weight
+    mtp_hnorm: Weight
+    mtp_fc: Weight
+    mtp_norm: Weight
+
+
 @dataclass(slots=True)
 class Weights:
     """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are
@@ -78,6 +90,7 @@ class Weights:
     windows  of all layers of the model, how many positions each sees; 0: all
     inner    of all layers: which of the file's each neuron of the MLP is; None: the same
     sizes    of the matrices, by PLACES; of all ranks that have slices, of one that has a stage
+    mtp      the head that predicts a second token, where it was asked for
     shard    which slice of the model this is, or which layers; None: all of it
     """
 
@@ -94,6 +107,7 @@ class Weights:
     embed_norm_bias: Weight | None = None
     sizes: dict[str, WeightSize] = field(default_factory=dict)
     shard: Shard | Stage | None = None
+    mtp: MTPWeights | None = None
 
 
 def check_counts(file: TensorFile, spec: ModelSpec) -> None:
@@ -176,6 +190,7 @@ class LoadOptions:
     rank, ranks      of tensor parallel: this rank's slices (models/shard.py)
     stages           of pipeline parallel, in place of `ranks`: this rank's layers
                      (models/stages.py)
+    mtp              the head that predicts a second token is loaded too
     load_format      "dummy": random weights of a config.json, from load_seed (models/dummy.py)
     available        bytes that are free where the weights are to lie; None: in the memory of this
                      machine
@@ -189,6 +204,7 @@ class LoadOptions:
     rank: int = 0
     ranks: int = 1
     stages: int = 1
+    mtp: bool = False
     load_format: str = "auto"
     load_seed: int = 0
     available: Callable[[], int | None] | None = None
@@ -214,7 +230,7 @@ def load_weights(
     positions = options.positions(spec)
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec, positions)
-    sizes, last = {name: WeightSize() for name in PLACES}, len(layout.layers) - 1
+    sizes, last = {name: WeightSize() for name in PLACES}, spec.layers - 1
     ending = last - spec.sharing  # the last layer that writes K and V
     if options.dtype not in ("auto", "float32"):
         message = f"dtype {options.dtype!r} is not supported; use auto or float32"
@@ -226,7 +242,7 @@ def load_weights(
         name = field if layer is None else named(spec, layer, field)
         quantization = quantization_of(field, options.quantization)
         kind, shape, packed = packing.weight(name, part, quantization, bits_of)
-        if len(shape) > 1:
+        if len(shape) > 1 and (layer is None or layer <= last):
             times = shard.times(name) if shard else 1.0
             size = sizes[_place(field, layer is not None and layer >= ending, layout)]
             size.nbytes += round(packed.nbytes * times)
@@ -246,7 +262,8 @@ def load_weights(
         [],
         spec.attn_temperature.factors(positions) if spec.attn_temperature else None,
     )
-    mine = [i for i in range(last + 1) if shard is None or shard.has_layer(i)]
+    every = range(len(layout.layers))  # that of a head, which predicts a second token, is the last
+    mine = [i for i in every if shard is None or shard.has_layer(i)]
     for i, following in itertools.zip_longest(mine, mine[1:]):
         packing.ahead(layout.top if following is None else layout.layers[following])
         several = {
@@ -281,11 +298,13 @@ def load_weights(
         ops.prepare_layer(layer)
         layers.append(layer)
     top = {field: pack(field, part) for field, part in layout.top.items() if field != LAYER_TABLE}
+    head = {field: top.pop(field) for field in [*top] if field.startswith("mtp_")}
     return Weights(
         **({"head": top["embed"]} | top),
+        mtp=MTPWeights(layers.pop(), **head) if head else None,
         layers=layers,
         windows=[spec.attention(i, positions).window for i in range(last + 1)],
-        inner=[_inner(file, parts) for parts in layout.layers],
+        inner=[_inner(file, parts) for parts in layout.layers[: spec.layers]],
         sizes=sizes,
         shard=shard,
     )

@@ -1,0 +1,150 @@
+"""Drafts by the head that a checkpoint brings to predict a second token (multi-token prediction).
+
+Owns the KV of that head, which lies in blocks with the ids of the target's and is copied with them.
+Every row that the target computes goes through the head too, so that a cached prefix has its KV; a
+block that came from elsewhere lacks it, which lowers acceptance and changes no answer. Must not know
+policies or queues, nor how the target accepts a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
+
+from pageturner.executor import sampler
+from pageturner.executor.batch import i32, pack
+from pageturner.executor.draft import Costs, SequenceMemory
+from pageturner.executor.draft_compatibility import cost_of
+from pageturner.executor.draft_model import MAX_DRAFTED, DraftRecord, Guess, extended
+from pageturner.executor.kv_memory import KVLayout
+from pageturner.kernels.base import KV, Array, Batch, Ops
+from pageturner.kernels.choosing import ChooseArgs, Head
+from pageturner.models.decoder import Decoder
+from pageturner.scheduler.types import Item, Output, Plan, Sequence
+
+MAX_DRAFT = 3  # tokens of a draft; the head was trained for the first one
+
+
+class MTPHead:
+    """The computation of a head: from hidden rows of the target, and the token behind each, to rows
+    of which the next token is chosen.
+
+    own  what makes logits of its rows: the target's head behind a norm of its own
+    """
+
+    def __init__(self, decoder: Decoder, ops: Ops) -> None:
+        assert decoder.mtp is not None
+        self._weights, self._ops, self._stack = decoder.mtp, ops, decoder.stack
+        self.target = decoder.head
+        self.own = replace(decoder.head, norm=decoder.mtp.mtp_norm)
+
+    def normed(self, hidden: Array, head: Head) -> Array:
+        """Rows of the target or of the head itself behind their norm, as `hidden` takes them."""
+        return self._ops.norm(hidden, head.norm, head.eps)
+
+    def hidden(self, batch: Batch, before: Array, kv: KV) -> Array:
+        """Write K and V of every row; return the wanted rows [R, d].
+
+        batch   the tokens behind the rows `before`, at the positions of these
+        before  hidden rows, `normed`
+        """
+        ops, w, eps = self._ops, self._weights, self._stack.eps
+        embedded = ops.norm(ops.embed_tokens(self._stack, batch.tokens), w.mtp_enorm, eps)
+        both = ops.join_heads(embedded, ops.norm(before, w.mtp_hnorm, eps), 1)
+        x = ops.attention_block(ops.linear(both, w.mtp_fc), w.layer, kv, 0, batch)
+        x = ops.take_rows(x, batch.logit_rows)
+        if not len(batch.logit_rows):
+            return x
+        return ops.mlp_block(x, w.layer)
+
+
+class MTPDrafter:
+    """Proposes what the head predicts. EngineFault when the memory for its KV is not there.
+
+    layout  of the target: there are as many blocks as its whole ones
+    """
+
+    def __init__(
+        self, decoder: Decoder, ops: Ops, layout: KVLayout, costs: Costs | None = None
+    ) -> None:
+        self._head, self._ops = MTPHead(decoder, ops), ops
+        self._costs = costs or Costs(cost_of(decoder.spec.mtp, decoder.spec))
+        self._blocks, self._size = layout.sizes.blocks, layout.block_size
+        # behind the target's blocks: some for drafts that end beyond their tables
+        count = self._blocks + MAX_DRAFTED + 1
+        spec = decoder.spec.mtp.kv_spec(count, self._size, layout.dtype)
+        self.nbytes = spec.nbytes
+        self.storage = ops.alloc_kv(spec)
+        self._records = SequenceMemory(DraftRecord)
+        self._rows: Array = None
+
+    def watch(self, plan: Plan, rows: Array) -> None:
+        """Take the hidden rows of a step, and copy the KV of blocks that it copies."""
+        self._rows = rows
+        if plan.copies:
+            self._ops.copy_blocks(self.storage, plan.copies[0])
+
+    def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
+        guesses, rows = self._begin(items, outputs)
+        before = self._ops.take_rows(self._rows, i32(rows))
+        self._rows = None  # those of a long prompt are large
+        if guesses:
+            before = self._head.normed(before, self._head.target)
+        while guesses:
+            guesses, before = self._step(guesses, before)
+
+    def _begin(self, items: Tokens[Item], outputs: Tokens[Output]) -> tuple[list[Guess], list[int]]:
+        """The sequences of a step, each with its tokens that are right, and the rows of these whose
+        next token is known."""
+        spare = iter(range(self._blocks, self._blocks + MAX_DRAFTED))
+        ending = sum(bool(output.tokens) for output in outputs)
+        guesses: list[Guess] = []
+        rows: list[int] = []
+        first = drafted = 0
+        for item, output in zip(items, outputs, strict=True):
+            seq = item.sequence
+            tokens = [*seq.tokens, *output.tokens]
+            n = min(item.n, len(tokens) - 1 - item.start)
+            if n:
+                rows += range(first, first + n)
+                length = self._length(item, output, ending, MAX_DRAFTED - drafted)
+                drafted += length
+                end = -(-(item.start + n + max(length - 1, 0)) // self._size)
+                blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
+                row = Sequence(seq.request, seq.index, tokens, item.start, blocks)
+                row.scored = seq.prompt_len
+                guesses.append(Guess(row, output, [], n, length))
+            first += item.n
+        return guesses, rows
+
+    def _length(self, item: Item, output: Output, sequences: int, most: int) -> int:
+        """Tokens to draft for the sequence of an item, at most so many."""
+        seq, params = item.sequence, item.sequence.request.params
+        if not output.tokens or not params.speculation or output.tokens[-1] in params.stop_ids:
+            return 0
+        length = len(seq.tokens) + len(output.tokens)
+        record = self._records.of(seq)
+        record.follow(length, item.drafted, len(output.tokens) - 1)
+        most = min(MAX_DRAFT, most, seq.limit - length - 1)
+        return record.best_length(self._costs, sequences, most)[0]
+
+    def _step(self, guesses: list[Guess], before: Array) -> tuple[list[Guess], Array]:
+        """Compute rows, and give each sequence that wants one a token. The sequences that want
+        another one, and their rows."""
+        items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
+        batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
+        behind: list[int] = []
+        for item in items:
+            behind += item.sequence.tokens[item.start + 1 : item.start + 1 + item.n]
+            item.sequence.computed += item.n
+        wanting = [i for i, guess in enumerate(guesses) if guess.length]
+        ends = batch.query_start[1:] - 1
+        batch = replace(batch, tokens=i32(behind), logit_rows=ends[wanting])
+        hidden = self._head.hidden(batch, before, self.storage)
+        drawn = [guesses[i] for i in wanting]
+        if not drawn:
+            return [], hidden
+        draws = sampler.draws([guess.row for guess in drawn])
+        more = extended(drawn, self._ops.choose(hidden, self._head.own, ChooseArgs(draws)))
+        rows = self._ops.take_rows(hidden, i32(more))
+        return [drawn[i] for i in more], self._head.normed(rows, self._head.own)
