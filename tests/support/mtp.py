@@ -97,5 +97,5 @@ def head_logits(decoder: Decoder, ops: Ops, tokens: np.ndarray, hidden: np.ndarr
     start, end = np.array([0, n], np.int32), np.array([n], np.int32)
     batch = Batch(tokens, rows, start, end, blocks[None], rows, rows)
     kv = ops.alloc_kv(decoder.spec.mtp.kv_spec(len(blocks), 16, "float32"))
-    found = head.hidden(batch, head.normed(hidden, head.target), kv)
+    found = head.hidden(batch, hidden, head.target, kv)
     return np.array(ops.logits(found, head.own))

@@ -150,7 +150,7 @@ class DraftModel:
 
 
 class DraftRecord:
-    """How the drafts of one sequence did, and the chain of its blocks."""
+    """The record of one sequence: how its drafts did, and the chain of its blocks."""
 
     def __init__(self) -> None:
         self.chains = [0]

@@ -38,24 +38,19 @@ class MTPHead:
         self.target = decoder.head
         self.own = replace(decoder.head, norm=decoder.mtp.mtp_norm)
 
-    def normed(self, hidden: Array, head: Head) -> Array:
-        """Rows of the target or of the head itself behind their norm, as `hidden` takes them."""
-        return self._ops.norm(hidden, head.norm, head.eps)
-
-    def hidden(self, batch: Batch, before: Array, kv: KV) -> Array:
+    def hidden(self, batch: Batch, before: Array, by: Head, kv: KV) -> Array:
         """Write K and V of every row; return the wanted rows [R, d].
 
         batch   the tokens behind the rows `before`, at the positions of these
-        before  hidden rows, `normed`
+        before  hidden rows of the target, or of the head itself; by: `target` or `own`
         """
-        ops, w, eps = self._ops, self._weights, self._stack.eps
+        ops, w, eps = self._ops, self._weights, by.eps
         embedded = ops.norm(ops.embed_tokens(self._stack, batch.tokens), w.mtp_enorm, eps)
-        both = ops.join_heads(embedded, ops.norm(before, w.mtp_hnorm, eps), 1)
-        x = ops.attention_block(ops.linear(both, w.mtp_fc), w.layer, kv, 0, batch)
+        before = ops.norm(ops.norm(before, by.norm, eps), w.mtp_hnorm, eps)
+        x = ops.linear(ops.join_heads(embedded, before, 1), w.mtp_fc)
+        x = ops.attention_block(x, w.layer, kv, 0, batch)
         x = ops.take_rows(x, batch.logit_rows)
-        if not len(batch.logit_rows):
-            return x
-        return ops.mlp_block(x, w.layer)
+        return ops.mlp_block(x, w.layer) if len(x) else x
 
 
 class MTPDrafter:
@@ -85,13 +80,13 @@ class MTPDrafter:
             self._ops.copy_blocks(self.storage, plan.copies[0])
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
-        guesses, rows = self._begin(items, outputs)
-        before = self._ops.take_rows(self._rows, i32(rows))
+        guesses, wanted = self._begin(items, outputs)
+        rows = self._ops.take_rows(self._rows, i32(wanted))
         self._rows = None  # those of a long prompt are large
-        if guesses:
-            before = self._head.normed(before, self._head.target)
+        by = self._head.target
         while guesses:
-            guesses, before = self._step(guesses, before)
+            guesses, rows = self._step(guesses, rows, by)
+            by = self._head.own
 
     def _begin(self, items: Tokens[Item], outputs: Tokens[Output]) -> tuple[list[Guess], list[int]]:
         """The sequences of a step, each with its tokens that are right, and the rows of these whose
@@ -128,23 +123,22 @@ class MTPDrafter:
         most = min(MAX_DRAFT, most, seq.limit - length - 1)
         return record.best_length(self._costs, sequences, most)[0]
 
-    def _step(self, guesses: list[Guess], before: Array) -> tuple[list[Guess], Array]:
+    def _step(self, guesses: list[Guess], before: Array, by: Head) -> tuple[list[Guess], Array]:
         """Compute rows, and give each sequence that wants one a token. The sequences that want
         another one, and their rows."""
         items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
         batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
         behind: list[int] = []
-        for item in items:
-            behind += item.sequence.tokens[item.start + 1 : item.start + 1 + item.n]
-            item.sequence.computed += item.n
-        wanting = [i for i, guess in enumerate(guesses) if guess.length]
-        ends = batch.query_start[1:] - 1
-        batch = replace(batch, tokens=i32(behind), logit_rows=ends[wanting])
-        hidden = self._head.hidden(batch, before, self.storage)
-        drawn = [guesses[i] for i in wanting]
+        for guess in guesses:
+            start = guess.row.computed + 1
+            guess.row.computed += guess.n
+            behind += guess.row.tokens[start : start + guess.n]
+        ends = (batch.query_start[1:] - 1)[[guess.length > 0 for guess in guesses]]
+        batch = replace(batch, tokens=i32(behind), logit_rows=ends)
+        hidden = self._head.hidden(batch, before, by, self.storage)
+        drawn = [guess for guess in guesses if guess.length]
         if not drawn:
             return [], hidden
         draws = sampler.draws([guess.row for guess in drawn])
         more = extended(drawn, self._ops.choose(hidden, self._head.own, ChooseArgs(draws)))
-        rows = self._ops.take_rows(hidden, i32(more))
-        return [drawn[i] for i in more], self._head.normed(rows, self._head.own)
+        return [drawn[i] for i in more], self._ops.take_rows(hidden, i32(more))
