@@ -1,5 +1,5 @@
-"""The command line: a table of commands, each in a module of its own that is imported when it is
-called.
+"""The command line: a table of commands (commands.json), each in a module of its own that is
+imported when it is called.
 
 Owns dispatch, exit codes and one-line errors. Must not know what any command does.
 
@@ -14,89 +14,23 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import json
 import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from pageturner import __version__, logs
 from pageturner.errors import ClientError, EngineFault
 from pageturner.progress import Still
 
-COMMANDS = {
-    ("serve",): ("pageturner.server.server", "serve a model over HTTP, with the OpenAI API"),
-    ("route",): (
-        "pageturner.router.route",
-        "put several servers behind one address, and choose by cached prefixes and load",
-    ),
-    ("deploy",): (
-        "pageturner.router.ray.deploy",
-        "start models by name on a Ray cluster, with replicas that come and go",
-    ),
-    ("chat",): ("pageturner.cli.chat", "talk to a model in the terminal"),
-    ("batch",): (
-        "pageturner.server.api.batches.batch_command",
-        "answer a file of requests, and continue where it was stopped",
-    ),
-    ("generate",): ("pageturner.cli.generate", "answer one prompt, or continue a text"),
-    ("pull",): ("pageturner.cli.pull", "fetch a model, and check it"),
-    ("list",): ("pageturner.cli.list_models", "list the models that were fetched"),
-    ("rm",): ("pageturner.cli.rm", "remove a model that was fetched"),
-    ("plan",): (
-        "pageturner.lab.commands.plan",
-        "show how much memory weights and KV cache take, and how many sequences fit",
-    ),
-    ("compare",): (
-        "pageturner.lab.commands.compare",
-        "run the same requests under several batching policies and write a report with pictures",
-    ),
-    ("simulate",): (
-        "pageturner.lab.commands.simulate",
-        "estimate latencies, and how many replicas a load needs, without running the model",
-    ),
-    ("tune",): (
-        "pageturner.lab.commands.tune",
-        "search the settings that meet latency targets, and write them as a file for serve",
-    ),
-    ("calibrate",): (
-        "pageturner.lab.commands.calibrate",
-        "measure how long the engine's steps take on this machine, for simulate",
-    ),
-    ("verify",): (
-        "pageturner.lab.commands.verify",
-        "compute the answer of a receipt again, and compare",
-    ),
-    ("replay",): (
-        "pageturner.lab.commands.replay",
-        "run a step log again and check that plans and tokens are the same",
-    ),
-    ("doctor",): (
-        "pageturner.cli.doctor",
-        "show what this machine can do, which kernels and settings would be used, and why",
-    ),
-    ("completion",): (
-        "pageturner.cli.completion",
-        "print a script with which bash, zsh or fish completes commands and flags",
-    ),
-    ("key", "new"): ("pageturner.cli.key", "make an API key, and its entry for the file of keys"),
-    ("bench", "serve"): (
-        "pageturner.lab.bench.bench_serve",
-        "send load to any OpenAI-compatible server, and measure it",
-    ),
-    ("bench", "sweep"): (
-        "pageturner.lab.commands.bench_sweep",
-        "measure servers side by side over clients or requests a second, to the knee, as a page",
-    ),
-    ("bench", "engine"): (
-        "pageturner.lab.bench.bench_engine",
-        "measure the engine without a server",
-    ),
-    ("bench", "kernels"): (
-        "pageturner.lab.bench.bench_kernels",
-        "time each kernel and compare it with the machine's limits",
-    ),
-}
+_TABLE: dict[str, tuple[str, str]] = json.loads(
+    Path(__file__).with_name("commands.json").read_bytes()
+)
+# words of a command -> its module, and what it does
+COMMANDS = {tuple(words.split()): entry for words, entry in _TABLE.items()}
 LAB = "pageturner.lab."  # its commands compute, and end: none may be silent for long
 LONGEST_USAGE = 400  # characters; a longer list of flags is no help
 

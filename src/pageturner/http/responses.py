@@ -12,7 +12,10 @@ import re
 from typing import Any
 
 import msgspec
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
+
+import pageturner
 
 _LINE_ENDS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85")  # beside \n, for str.splitlines
 
@@ -29,6 +32,14 @@ def encode(value: Any) -> bytes:
 def json_response(value: Any) -> Response:
     """Return the answer of a small endpoint."""
     return Response(encode(value), media_type="application/json")
+
+
+async def ping(_: HTTPRequest) -> Response:
+    return Response()
+
+
+async def version(_: HTTPRequest) -> Response:
+    return json_response({"version": pageturner.__version__})
 
 
 def sse_event(body: bytes) -> bytes:

@@ -14,12 +14,11 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-import pageturner
 from pageturner.errors import ClientError
 from pageturner.http import prometheus
 from pageturner.http.error_responses import error_handlers
 from pageturner.http.prometheus import Exposition
-from pageturner.http.responses import json_response
+from pageturner.http.responses import json_response, ping, version
 from pageturner.router.documents import RouterDocuments
 from pageturner.router.fleet_view import FleetView
 from pageturner.router.forwarding import RELAYED
@@ -49,12 +48,6 @@ class RouterPages:
         return json_response(
             {"status": "ok", "healthy": there, "replicas": len(router.fleet.replicas)}
         )
-
-    async def ping(self, _: HTTPRequest) -> Response:
-        return Response()
-
-    async def version(self, _: HTTPRequest) -> Response:
-        return json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
         return json_response({"server_load": self._router.active})
@@ -151,9 +144,9 @@ def create_app(router: Router, members: Members | None = None) -> Starlette:
         Route("/", view.home),
         Route("/v1/live", view.live),
         Route("/health", pages.health),
-        Route("/ping", pages.ping, methods=["GET", "POST"]),
+        Route("/ping", ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),
-        Route("/version", pages.version),
+        Route("/version", version),
         Route("/load", pages.load),
         Route("/openapi.json", documents.openapi),
         Route("/docs", documents.docs),

@@ -120,16 +120,18 @@ class ServedAdapters:
             what = "is the model itself" if name in self._taken else "has already been loaded"
             message = f"The lora adapter {name!r} {what}: unload it first, or take another name"
             raise ClientError(400, "adapter_exists", message, "lora_name")
-        if len(self._entries) >= MAX_ADAPTERS:
-            message = f"there are {MAX_ADAPTERS} adapters already: unload one first"
-            raise ClientError(400, "too_many_adapters", message, "lora_name")
-        entry = ServedAdapter(
-            name, path, next(self._numbers), asyncio.get_running_loop().create_future()
-        )
-        self._entries[name] = entry
+        self._entries[name] = entry = self._new(name, path, len(self._entries))
         self._note_names()
         self._supervisor.tell(LoadAdapter(name, path, number=entry.number))
         return entry
+
+    def _new(self, name: str, path: str, there: int) -> ServedAdapter:
+        """An adapter beside so many others."""
+        if there >= MAX_ADAPTERS:
+            message = f"there are {MAX_ADAPTERS} adapters already: unload one first"
+            raise ClientError(400, "too_many_adapters", message, "lora_name")
+        answer = asyncio.get_running_loop().create_future()
+        return ServedAdapter(name, path, next(self._numbers), answer)
 
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
         """Have an adapter read and wait for it. in_place: in the stead of one of the same name,
@@ -137,12 +139,7 @@ class ServedAdapters:
         if not (in_place and name in self._entries):
             await self._until_loaded(self.begin(name, path))
             return
-        if len(self._aside) + len(self._entries) >= MAX_ADAPTERS:
-            message = f"there are {MAX_ADAPTERS} adapters already: unload one first"
-            raise ClientError(400, "too_many_adapters", message, "lora_name")
-        entry = ServedAdapter(
-            name, path, next(self._numbers), asyncio.get_running_loop().create_future()
-        )
+        entry = self._new(name, path, len(self._aside) + len(self._entries))
         self._aside[_unaskable(entry)] = entry
         self._supervisor.tell(LoadAdapter(_unaskable(entry), path, number=entry.number))
         await self._until_loaded(entry)

@@ -17,12 +17,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pageturner.http.error_responses import error_handlers
+from pageturner.http.responses import ping, version
 from pageturner.server.about import AboutPages
 from pageturner.server.adapters import AdapterPages
 from pageturner.server.api.anthropic.messages import MESSAGES
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.batches.batch_pages import BatchPages
+from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.server.api.ollama.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from pageturner.server.api.ollama.ollama_pages import (
     OllamaEmbedEndpoint,
@@ -81,9 +83,9 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/admin/state", admin.state),
         Route("/v1/requests/{id}/timeline", timeline_page(service.history, _running(service).find)),
         Route("/health", pages.health),
-        Route("/ping", pages.ping, methods=["GET", "POST"]),
+        Route("/ping", ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),
-        Route("/version", pages.version),
+        Route("/version", version),
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
@@ -116,8 +118,8 @@ def _ollama(service: Service) -> list[Route]:
     """Ollama's API, but for its embeddings."""
     pages = OllamaPages(service)
     return [
-        Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
-        Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
+        Route("/api/chat", OllamaEndpoint(service, OLLAMA_CHAT), methods=["POST"]),
+        Route("/api/generate", OllamaEndpoint(service, OLLAMA_GENERATE), methods=["POST"]),
         Route("/api/tags", pages.tags),
         Route("/api/ps", pages.running),
         Route("/api/show", pages.show, methods=["POST"]),

@@ -11,7 +11,6 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-import pageturner
 from pageturner.errors import ClientError
 from pageturner.http.prometheus import MEDIA_TYPE
 from pageturner.http.receiving import read_body
@@ -54,12 +53,6 @@ class ServerPages:
         raise ClientError(
             503, "no_engine", "the engine is not there: it is being restarted, or it is stuck"
         )
-
-    async def ping(self, _: HTTPRequest) -> Response:
-        return Response()
-
-    async def version(self, _: HTTPRequest) -> Response:
-        return json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
         service = self._service

@@ -115,7 +115,7 @@ class MovableEndpoint:
         marked = MarkedAnswer(self._service, self._dialect, None)
         endpoint: ASGIApp = marked
         if self._dialect in (OLLAMA_CHAT, OLLAMA_GENERATE):
-            endpoint = OllamaEndpoint(self._service, self._dialect is OLLAMA_CHAT, marked)
+            endpoint = OllamaEndpoint(self._service, self._dialect, marked)
         await _unless_leaving(endpoint, self._departures, scope, receive, send)
 
 

@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import pageturner
 from pageturner.errors import ClientError
 from pageturner.http import prometheus
 from pageturner.http.api_keys import ApiKeys
@@ -30,7 +29,7 @@ from pageturner.http.middleware import RequestMiddleware
 from pageturner.http.origins import origin_rules, with_cors
 from pageturner.http.prometheus import Exposition
 from pageturner.http.receiving import again, read_body
-from pageturner.http.responses import json_response
+from pageturner.http.responses import json_response, ping, version
 from pageturner.router.app import retry_after
 from pageturner.router.forwarding import RELAYED
 from pageturner.router.proxy import NOT_FOUND, Relay, Router
@@ -77,9 +76,9 @@ class Door:
         """All routes."""
         own = [
             Route("/health", self.health),
-            Route("/ping", self.ping, methods=["GET", "POST"]),
+            Route("/ping", ping, methods=["GET", "POST"]),
             Route("/metrics", self.metrics),
-            Route("/version", self.version),
+            Route("/version", version),
             Route("/load", self.load),
             *(Route(path, self.listed) for path in LISTS),
             Route("/v1/load_lora_adapter", self._adapters.load, methods=["POST"]),
@@ -134,12 +133,6 @@ class Door:
         for a model."""
         there = {name: fleet.there for name, fleet in self._fleets.items()}
         return json_response({"status": "ok", "replicas": there})
-
-    async def ping(self, _: HTTPRequest) -> Response:
-        return Response()
-
-    async def version(self, _: HTTPRequest) -> Response:
-        return json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
         return json_response({"server_load": sum(one.active for one in self._routers.values())})

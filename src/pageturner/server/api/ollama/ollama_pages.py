@@ -31,10 +31,14 @@ from pageturner.server.receipts import in_thread
 from pageturner.server.service import Service
 from pageturner.text.fim import fim_tokens
 
-WITHOUT_ROWS: dict[str, dict[str, Any]] = {
+# answers to what asks for nothing, by dialect
+NOTHING: dict[str, dict[str, Any]] = {
+    OLLAMA_CHAT.id_prefix: {"message": {"role": "assistant", "content": ""}},
+    OLLAMA_GENERATE.id_prefix: {"response": ""},
     "embed": {"embeddings": []},
     "embeddings": {"embedding": []},
 }
+ASKING = ("prompt", "messages", "suffix", "input")  # fields by which something is asked
 SHORT = 4096  # bytes of a body that may ask for nothing but loading
 ARCHITECTURE = "pageturner"  # where the model's files do not say its family
 SPOKEN = "0.12.11"  # the version of Ollama's API that is spoken here: clients look for a least one
@@ -148,71 +152,55 @@ class OllamaPages:
 class OllamaEndpoint:
     """/api/chat or /api/generate: what asks for nothing is answered here, the rest generates."""
 
+    asks: type[AsksNothing | AsksForNoRow] = AsksNothing
+
     def __init__(
-        self, service: Service, chat: bool, generate: GenerateEndpoint | None = None
+        self, service: Service, dialect: Dialect, generate: GenerateEndpoint | None = None
     ) -> None:
         self._service = service
-        self._said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-        dialect = OLLAMA_CHAT if chat else OLLAMA_GENERATE
+        self._said = NOTHING[dialect.id_prefix]
         self._generate = generate or GenerateEndpoint(service, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_open()
         with metered(self._service.quota, scope, receive) as (work, counted):
             raw = await read_body(counted, self._service.config.max_body_size)
-            if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
-                service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
-                response = self._loaded(body)
-                await response(scope, receive, send)
-                return
-            await self._generate.answer(scope, again(raw, counted), send, work)
-
-    def _loaded(self, body: AsksNothing) -> Response:
-        """The model is there, whatever is asked of it."""
-        served = self._service.served()
-        check_model(_named(body.model), served)
-        reason = "unload" if body.keep_alive in (0, "0") else "load"
-        told = {"model": served.model, "created_at": created_at(), **self._said}
-        return json_response({**told, "done": True, "done_reason": reason})
-
-
-class OllamaEmbedEndpoint:
-    """One of Ollama's two embedding endpoints. It answers requests without input itself."""
-
-    def __init__(self, service: Service, dialect: Dialect) -> None:
-        self._service = service
-        self._nothing = WITHOUT_ROWS[dialect.id_prefix]
-        self._generate = GenerateEndpoint(service, dialect)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.check_open()
-        with metered(self._service.quota, scope, receive) as (work, counted):
-            raw = await read_body(counted, self._service.config.max_body_size)
-            if len(raw) <= SHORT and (body := _asks_for_nothing(raw)) is not None:
+            body = self._asks_nothing(raw)
+            if body is not None:
                 service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
                 served = self._service.served()
                 check_model(_named(body.model), served)
-                named = {"model": served.model} if "embeddings" in self._nothing else {}
-                response = json_response(named | self._nothing)
+                response = json_response(self._loaded(body, served.model))
                 await response(scope, receive, send)
                 return
             await self._generate.answer(scope, again(raw, counted), send, work)
 
+    def _asks_nothing(self, raw: bytes) -> Any:
+        """The request, if it asks for nothing; None for what does, and for what cannot be read:
+        what is wrong with that is said where it is read."""
+        if len(raw) > SHORT:
+            return None
+        try:
+            body = msgspec.json.decode(raw, type=self.asks)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        return None if any(getattr(body, name, None) for name in ASKING) else body
 
-def _asks_nothing(raw: bytes) -> AsksNothing | None:
-    try:
-        body = msgspec.json.decode(raw, type=AsksNothing)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # what is wrong with it is said where it is read
-    return None if body.prompt or body.messages or body.suffix else body
+    def _loaded(self, body: Any, model: str) -> dict[str, Any]:
+        """The model is there, whatever is asked of it."""
+        reason = "unload" if body.keep_alive in (0, "0") else "load"
+        told = {"model": model, "created_at": created_at(), **self._said}
+        return {**told, "done": True, "done_reason": reason}
 
 
-def _asks_for_nothing(raw: bytes) -> AsksForNoRow | None:
-    try:
-        body = msgspec.json.decode(raw, type=AsksForNoRow)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # what is wrong with it is said where it is read
-    return None if body.input or body.prompt else body
+class OllamaEmbedEndpoint(OllamaEndpoint):
+    """One of Ollama's two embedding endpoints. It answers requests without input itself."""
+
+    asks = AsksForNoRow
+
+    def _loaded(self, body: Any, model: str) -> dict[str, Any]:
+        named = {"model": model} if "embeddings" in self._said else {}
+        return named | self._said
 
 
 def _named(name: str | None) -> RequestBody:
