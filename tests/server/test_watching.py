@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+
+from pageturner.server.engine_client.process import RunDelay, run_delays
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -158,3 +162,34 @@ def test_the_state_is_bounded(start: Start) -> None:
         server.until(lambda: state(server)["queue"]["unfinished"] == 1200)
         now = state(server)
         assert (len(now["requests"]), now["requests_left_out"]) == (1000, 200)
+
+
+# -- a busy machine ------------------------------------------------------------------------------------------
+def test_what_others_took_from_the_engine_is_no_hang() -> None:
+    threads = {"1": 0, "2": 0}
+    delay = RunDelay(lambda: dict(threads))
+    for second in range(
+        8
+    ):  # thread 2 is kept from running three quarters of each second, thread 1 for less
+        threads["1"] += 200_000_000
+        threads["2"] += 750_000_000
+        delay.sample(100.0 + second)
+    assert delay.since(102.0) == pytest.approx(5 * 0.75)
+    assert delay.since(102.5) == pytest.approx(4 * 0.75), "from the first sample behind it"
+    assert delay.since(107.5) == 0.0
+    threads.pop("2")  # it has ended; another begins
+    threads["3"] = 500_000_000
+    delay.sample(108.0)
+    assert delay.since(107.0) == pytest.approx(0.5)
+
+
+def test_the_kernel_says_of_a_process_that_sleeps_that_nobody_kept_it_from_running() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process_delay = RunDelay(partial(run_delays, process.pid))
+        process_delay.sample(0.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        process_delay.sample(1.0)
+        process.kill()
+    assert process_delay.since(0.0) < 0.25, "stopped, it waited for no processor"
+    assert RunDelay(partial(run_delays, process.pid)).since(0.0) == 0.0

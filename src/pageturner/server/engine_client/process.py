@@ -7,7 +7,9 @@ engine before it imports anything that it needs for itself.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     import asyncio
 
 BUFFER_BYTES = 4 << 20  # of the socket, so that an engine seldom waits for the API process
+MAX_SAMPLES = 4096  # of how long an engine was kept from running: more than ten minutes of them
 
 
 def engine_command(config: EngineConfig) -> list[str]:
@@ -72,6 +75,44 @@ class KVMemory:
         os.ftruncate(self.fd, 0)
 
 
+def run_delays(pid: int) -> dict[str, int]:
+    """Return for each thread of a process for how many nanoseconds it was ready to run and did not; nothing where
+    the kernel does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+                found[thread] = int(file.read().split()[1])
+    return found
+
+
+class RunDelay:
+    """It tells how long others on the machine kept a process from running, by samples of the thread that waited
+    longest. A thread that hangs or is stopped does not wait for a processor."""
+
+    def __init__(self, read: Callable[[], dict[str, int]]) -> None:
+        self._read = read
+        self._threads: dict[str, int] = {}
+        self._times: list[float] = []  # of the samples
+        self._totals: list[float] = []  # seconds, until each sample
+
+    def sample(self, now: float) -> None:
+        threads = self._read()
+        delays = [delay - self._threads.get(thread, 0) for thread, delay in threads.items()]
+        before = self._totals[-1] if self._totals else 0.0
+        self._threads = threads
+        self._times.append(now)
+        self._totals.append(before + max(delays, default=0) / 1e9)
+        del self._times[:-MAX_SAMPLES], self._totals[:-MAX_SAMPLES]
+
+    def since(self, then: float) -> float:
+        """Return the seconds of it between the first sample behind `then` and the last one."""
+        first = bisect.bisect_left(self._times, then)
+        if first == len(self._times):
+            return 0.0
+        return self._totals[-1] - self._totals[first]
+
+
 class EngineProcess:
     """A started engine process. `ledger` stays readable after its death, and so does what is in
     `kv`. It dies with the thread that starts it (worker.py): one that lasts.
@@ -98,6 +139,7 @@ class EngineProcess:
             theirs.close()
             os.close(ledger_fd)
         self.pid = self._child.pid
+        self.run_delay = RunDelay(functools.partial(run_delays, self.pid))
         self._outgoing = bytearray()
 
     def send(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> None:

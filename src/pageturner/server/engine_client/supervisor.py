@@ -48,6 +48,7 @@ REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
 SIGNAL_GRACE_S = 0.02  # seconds in which a signal that ended the engine, if it is for the whole group, is here too
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
+PATIENCE = 4.0  # times as long, at most, for an engine that others keep from running
 SUBMITTED_AT_ONCE = 64  # streams; then others go on
 
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
@@ -367,7 +368,12 @@ class Supervisor:
         return self._since(max(finished_at, self._busy_since, self._heard_at))
 
     def _since(self, then: float) -> float:
-        return time.monotonic() - max(then, self._awake_since)
+        """Return the seconds since then in which this process was awake and the engine could run. A machine that is
+        busy with other things must not look like an engine that hangs; but it gets no more than PATIENCE times as
+        long."""
+        begin = max(then, self._awake_since)
+        passed = time.monotonic() - begin
+        return max(passed - self.process.run_delay.since(begin), passed / PATIENCE)
 
     async def _watch(self) -> None:
         """Notice an engine that is there and does not move."""
@@ -378,6 +384,7 @@ class Supervisor:
                 time.monotonic() - asleep > 0.75 * self._timeout
             ):  # it was this process that stood still
                 self._awake_since = time.monotonic()
+            self.process.run_delay.sample(time.monotonic())
             self._memory.give_way()
             self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
             for stream in self._streams.overdue(GRACE):
