@@ -9,11 +9,12 @@ from functools import cache
 
 import pytest
 
+from pageturner import LLM
 from pageturner.executor.draft import PromptLookup
 from pageturner.kernels import recurrent
 from pageturner.kernels.base import Ops
 from pageturner.params import SamplingParams
-from pageturner.request import Request
+from pageturner.request import Refused, Request
 from pageturner.scheduler import blocks
 from support.decoding import backend
 from support.engines import GOLDENS, Answer, Model, Setup, answers
@@ -113,3 +114,63 @@ def test_a_prompt_waits_for_the_beginning_that_another_one_computes() -> None:
     engine = model(NAMES[0]).engine(Setup(token_budget=64))
     assert answers(engine, alike) == alone
     assert engine.stack.scheduler.stats()["cached_tokens"] >= 2 * 192
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_a_pinned_prefix_keeps_the_state_at_its_end(name: str, salt: str) -> None:
+    """Others compute more than all blocks and states hold; who begins with it finds it, whoever it is."""
+    dice = random.Random(3)
+    prefix = tuple(dice.randrange(3, 300) for _ in range(107))
+    params = SamplingParams(max_tokens=20, logprobs=0)
+    asked = Request(7, (*prefix, 5, 6), params, salt=salt)
+    alone = answers(model(name).engine(Setup(prefix_caching=False)), [asked])
+    engine = model(name).engine(Setup(max_num_seqs=3, snapshots=2, kv_tokens=1024))
+    scheduler = engine.stack.scheduler
+    pin = Request(0, prefix, SamplingParams(max_tokens=1), pin=True)
+    answers(engine, [pin])
+    for id in range(100, 120):
+        others = tuple(dice.randrange(3, 300) for _ in range(90))
+        answers(engine, [Request(id, others, params, salt=salt)], spread=2)
+    cached = scheduler.stats()["cached_tokens"]
+    assert answers(engine, [asked, replace(asked, id=8)], spread=3)[7] == alone[7]
+    assert scheduler.stats()["cached_tokens"] - cached >= 2 * 96
+    assert scheduler.stats()["state_blocks_used"] == 1
+    spare = scheduler.pool.states.num_blocks - scheduler.pool.tails.num_blocks
+    for id in range(1, spare):
+        answers(engine, [replace(pin, id=id, prompt=prefix[: 40 + id])])
+    with pytest.raises(Refused, match="unpin something") as refused:
+        scheduler.add(replace(pin, id=spare))
+    assert refused.value.code == "pin_too_large"
+    assert engine.stack.pins.drop(0)
+    assert answers(engine, [replace(asked, id=9)])[9] == alone[7]
+
+
+def test_a_salt_that_parts_from_a_pinned_prefix_takes_no_more_than_a_state_stands_behind() -> None:
+    prefix = tuple(range(3, 110))
+    params = SamplingParams(max_tokens=9, logprobs=0)
+    asked = Request(7, (*prefix[:90], 5, 6), params, salt="tenant")
+    alone = answers(model("qwen3_5").engine(Setup(prefix_caching=False)), [asked])
+    engine = model("qwen3_5").engine(Setup(max_num_seqs=3, snapshots=2))
+    answers(engine, [Request(0, prefix, SamplingParams(max_tokens=1), pin=True)])
+    for id in (7, 8):  # the second finds the blocks that the first has computed for its tenant
+        assert answers(engine, [replace(asked, id=id)])[id] == alone[7]
+
+
+def test_a_session_of_a_hybrid_model() -> None:
+    settings = {"backend": "native", "load_format": "dummy", "kv_cache_memory": 64 << 20}
+    llm = LLM(str(GOLDENS / "families" / "qwen3_5"), max_num_seqs=4, threads=1, **settings)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompt = list(range(3, 80))
+    stats = llm.built.engine.scheduler.stats
+    with llm.session(prompt) as session:
+        first = session.generate(greedy)
+        assert first.token_ids == llm.generate([prompt], greedy)[0].outputs[0].token_ids
+        assert session.stats["blocks"] == 96 // 16, "up to the last state"
+        (fork,) = session.fork()
+        computed = stats()["step_tokens"]
+        second = session.append([50, 51]).generate(greedy)
+        assert stats()["step_tokens"] - computed < 32 + 2 + 40
+        assert fork.append([50, 51]).generate(greedy).token_ids == second.token_ids
+        fork.free()
+    assert (stats()["pinned"], stats()["state_blocks_used"]) == (0, 0)

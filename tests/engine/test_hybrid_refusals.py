@@ -12,8 +12,6 @@ from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.kernels.cpu import native_module
 from pageturner.parallel import tensor_parallel
-from pageturner.params import SamplingParams
-from pageturner.request import Refused, Request
 from support.engines import GOLDENS
 
 pytestmark = pytest.mark.skipif(
@@ -59,10 +57,3 @@ def test_before_any_weight_is_read(
     with pytest.raises(EngineFault, match="recurrent") as fault:
         engine(**settings)
     assert fault.value.code == code
-
-
-def test_a_pin(tmp_path: Path) -> None:
-    params = SamplingParams(max_tokens=1)
-    with pytest.raises(Refused, match="recurrent") as refused:
-        engine().scheduler.add(Request(1, (5, 6, 7), params, pin=True))
-    assert refused.value.code == "pin_unsupported"

@@ -276,10 +276,7 @@ class Machine:
         self.searching = self.rng.choice((0.0, 0.0, 0.3))
         self.drafting = self.rng.choice((0, 0, 1, 4))
         self.pinning = (
-            not self.config["window"]
-            and "states" not in self.config
-            and self.config["prefix_caching"]
-            and self.rng.random() < 0.5
+            not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
         )
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
         self.punctual = random.Random(f"punctual {seed}").random() < 0.25

@@ -98,7 +98,10 @@ class PoolMachine:
         if kept and self.rng.random() < 0.1:
             self.pins.drop(self.rng.choice(kept).request.id)
         elif (
-            self.alive and self.pool.prefix_caching and self.pool.plain and self.rng.random() < 0.2
+            self.alive
+            and self.pool.prefix_caching
+            and not self.pool.window
+            and self.rng.random() < 0.2
         ):
             seq = min(
                 self.rng.sample(self.alive, min(2, len(self.alive))), key=lambda s: s.request.salt

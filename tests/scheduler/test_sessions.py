@@ -134,6 +134,35 @@ def test_a_release_while_a_turn_runs_holds_when_it_has_ended() -> None:
     assert (len(bench.sessions), bench.claimed()) == (0, 0)
 
 
+HYBRID = {"states": 24, "tails": 16, "chunk": 8, "snapshot_interval": 2048}
+
+
+@pytest.mark.parametrize(("keep", "found"), [(60.0, True), (0.0, False)])
+def test_a_conversation_keeps_the_state_at_its_end(keep: float, found: bool) -> None:
+    """Of recurrent layers: the others leave eight states, and want many more."""
+    bench = Bench(400, max_session_share=0.5, **HYBRID)
+    said, _ = bench.turn(fresh(25), name="a", keep=keep)
+    for end in (24, 32, 40):  # 29, 38 and 47 tokens were computed
+        flood(bench, 40)
+        said, cached = bench.turn([*said, 1, 2, 3], name="a", keep=keep)
+        assert cached == (end if found else 0)
+    flood(bench, 40)
+    cached = bench.turn([*said, 5], name="b", keep=keep, fork_of="a")[1]
+    assert (cached > 0) == found
+    assert bench.sessions.claims.ends.total() == 2 * found
+
+
+def test_conversations_claim_a_part_of_the_states() -> None:
+    bench = Bench(400, max_session_share=0.5, session_wait=0.0, **HYBRID)
+    said = {n: bench.turn(fresh(n), name=f"s{n}", keep=60.0)[0] for n in range(20, 29)}
+    assert len(bench.sessions.claims.ends) == 4, "half of the eight that are not for running ones"
+    kept = [one.name for one in bench.sessions if one.keys]
+    flood(bench, 40)
+    for n, before in said.items():
+        found = bench.turn([*before, 1], name=f"s{n}", keep=0.0)[1]
+        assert (found > 0) == (f"s{n}" in kept)
+
+
 def test_with_sliding_windows_hints_change_nothing() -> None:
     bench = Bench(window=8, sliding=40)
     bench.turn(fresh(1), name="a", keep=60.0)
@@ -356,16 +385,27 @@ def audit(bench: Bench) -> None:
     if isinstance(store.cached, EvictionOrder):
         cached = [block for block in store.cached if store.keys[block] in claims]
         assert store.cached.kept == len(cached), "kept blocks are not where they should be"
+    if bench.pool.states.num_blocks:
+        ends = {one.keys[-1] for one in sessions if one.keys}
+        assert ends == {*claims.ends}
+        assert all(key in bench.pool.states.index for key in ends), "a state that was kept is gone"
+        assert len(ends) <= (bench.pool.states.num_blocks - bench.pool.tails.num_blocks)
     for one in sessions:
         assert one.keys or one.open or one.keep, "a conversation is remembered for nothing"
 
 
-@settings(max_examples=60, deadline=None)
-@given(ACTS, st.sampled_from((0.3, 0.8, 1.0)), st.sampled_from((0.0, 1.0)))
+@settings(max_examples=90, deadline=None)
+@given(
+    ACTS,
+    st.sampled_from((0.3, 0.8, 1.0)),
+    st.sampled_from((0.0, 1.0)),
+    st.sampled_from(({}, {}, {"states": 19, "tails": 16}, {"states": 40, "tails": 16})),
+)
 def test_whatever_is_said_bounds_hold_and_nothing_leaks(
-    acts: list[Any], share: float, wait: float
+    acts: list[Any], share: float, wait: float, states: dict[str, int]
 ) -> None:
-    bench = Bench(20, max_session_share=share, session_wait=wait, max_sessions=5)
+    sizes = states | {"chunk": 8}
+    bench = Bench(20, max_session_share=share, session_wait=wait, max_sessions=5, **sizes)
     said: dict[str, list[int]] = {}
     for act in acts:
         match act:

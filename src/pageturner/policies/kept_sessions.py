@@ -23,6 +23,7 @@ from pageturner.policies.eviction_order import Fate
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_worth import Gaps, worth
+from pageturner.policies.snapshots import Snapshots
 from pageturner.request import Request, SessionHint
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener, StepReport
@@ -35,12 +36,16 @@ LEARNT = 0.2  # weight of a conversation that has ended in the number of turns t
 class KeptSessions:
     """All kept sessions by name. now: the newest time that was told."""
 
-    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+    def __init__(
+        self, pool: BlockPool, config: SchedulerConfig, snapshots: Snapshots | None = None
+    ) -> None:
         self._pool, self._config = pool, config
         self._sessions: dict[str, KeptConversation] = {}
         self._owners: Counter[str] = Counter()
         self._turns: dict[int, KeptConversation] = {}  # request -> whose turn it is
         self.claims = Claims(pool.full, self._give_up)
+        if snapshots is not None:
+            snapshots.keep_for(self.claims, self._give_up)
         self.gaps = Gaps()
         self.now = self._planned = 0.0
         self.life = 0.0  # turns that conversations have; 0: none has ended
@@ -70,11 +75,19 @@ class KeptSessions:
     def most(self) -> int:
         """Blocks that may be claimed at once. None are with layers that have a window (their blocks
         go while a sequence still runs), and without the prefix cache."""
-        if not self._pool.prefix_caching or not self._pool.plain:
+        if not self._pool.prefix_caching or self._pool.window:
             return 0
         return int(
             self._config.max_session_share * max(0, self._pool.full.num_blocks - self._pool.pinned)
         )
+
+    @property
+    def _too_many(self) -> bool:
+        """Return whether more is claimed than may be. Where layers are recurrent a conversation
+        claims a state, too, of those that are not for running sequences."""
+        states, tails = self._pool.states.num_blocks, self._pool.tails.num_blocks
+        most = self._config.max_session_share * (states - tails)
+        return len(self.claims) > self.most or (states > 0 and len(self.claims.ends) > most)
 
     def turn_of(self, seq: Sequence) -> KeptConversation | None:
         """The conversation whose turn this is."""
@@ -104,7 +117,10 @@ class KeptSessions:
             one.ended, one.turns = now, 1
             tokens = array("I", told.tokens)
             request = Request(0, tuple(tokens), salt=told.salt, adapter=told.adapter)
-            self._claim(one, self._pool.match(Sequence(request, tokens=[*tokens])))
+            seq = Sequence(request, tokens=[*tokens])
+            seq.blocks = self._pool.match(seq)
+            seq.num_cached_blocks = len(seq.blocks)
+            self._claim(one, seq)
             self._bound()
             self._next_lapse = min(self._next_lapse, now + one.keep)
             self._changed[one.name] = one
@@ -164,6 +180,7 @@ class KeptSessions:
         if hint.supersede and one.keys:
             known = {self._pool.full.keys[block] for block in cached}
             reached = next((i for i, key in enumerate(one.keys) if key not in known), len(one.keys))
+            reached = self._pool.findable(one.keys[:reached])
             self.claims.cut(one, reached, self.now, Fate.USELESS)
         if not one.turns:
             one.coming = max(one.coming, self._pool.blocks_for(len(seq.tokens)) - len(cached))
@@ -219,7 +236,7 @@ class KeptSessions:
         elif seq.num_cached_blocks >= min(
             len(one.keys), 1
         ):  # one that waited has no blocks, and changes nothing
-            self._claim(one, seq.blocks[: seq.num_cached_blocks])
+            self._claim(one, seq)
             self._bound()
         self._next_lapse = min(self._next_lapse, one.ended + one.keep)
         self._forget_if_over(one)
@@ -232,8 +249,9 @@ class KeptSessions:
                 one.ended = self.now
             self._just_ended.clear()
 
-    def _claim(self, one: KeptConversation, blocks: list[int]) -> None:
-        keys = [key for block in blocks if (key := self._pool.full.keys[block]) is not None]
+    def _claim(self, one: KeptConversation, seq: Sequence) -> None:
+        keys = self._pool.keys_of(seq)
+        del keys[self._pool.findable(keys) :]
         if one.whole:
             more = max(0, len(keys) - one.whole)
             self.growth += LEARNT / 2 * (more - self.growth) if self.growth else more
@@ -264,7 +282,7 @@ class KeptSessions:
 
     def _bound(self) -> None:
         """Give up what is beyond what all may claim, and beyond what an owner may at the most."""
-        while len(self.claims) > self.most:
+        while self._too_many:
             self._give_up()
         for owner in {one.owner for one in self._just_ended}:
             while theirs := self._beyond(owner):
@@ -282,9 +300,8 @@ class KeptSessions:
     def _cut(self, one: KeptConversation) -> None:
         """It may come back all the same, so what it gives up has the place of what was just
         used."""
-        self._given_up += self.claims.cut(
-            one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.RECENT
-        )
+        rest = self._pool.findable(one.keys[:-GIVEN_UP])
+        self._given_up += self.claims.cut(one, rest, self.now, Fate.RECENT)
         self._changed[one.name] = one
 
     def _stats(self) -> dict[str, float]:

@@ -48,8 +48,7 @@ class PinnedPrefixes:
 
     def keep(self, seq: Sequence) -> None:
         """A request has ended: its sealed blocks stay."""
-        self._pool.full.truncate(seq.blocks, seq.num_cached_blocks)  # all but what others can find
-        seq.computed = seq.num_cached_blocks * self._pool.block_size
+        self._pool.keep_findable(seq)
         self._kept[seq.request.id] = seq
         self._tell_pool()
 
@@ -82,11 +81,17 @@ class PinnedPrefixes:
         self._largest[id] = ways * self._pool.blocks_for(seq.limit - 1)
 
     def _check(self, seq: Sequence) -> None:
-        if not self._pool.prefix_caching or not self._pool.plain:
+        if not self._pool.prefix_caching or self._pool.window:
             raise Refused(
                 "pin_unsupported",
-                "a prefix can be pinned where prefix caching is on and no layer is recurrent or has a"
-                " sliding window",
+                "a prefix can be pinned where prefix caching is on and no layer has a sliding window",
+            )
+        states, tails = self._pool.states.num_blocks, self._pool.tails.num_blocks
+        if states and len(self._kept) + len(self._coming) >= states - tails:
+            raise Refused(
+                "pin_too_large",
+                f"a pin holds a state of the recurrent layers, and {states - tails} are not for running"
+                " requests: unpin something or give the engine more KV memory",
             )
         peak = seq.limit - 1
         need = self._pool.blocks_for(peak)

@@ -157,11 +157,10 @@ def make_scheduler(
         chunk=chunk,
         model=model,
     )
-    if states:
-        Snapshots(pool, config.snapshot_interval)
+    snapshots = Snapshots(pool, config.snapshot_interval) if states else None
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
-    background, sessions = BackgroundWork(), KeptSessions(pool, config)
+    background, sessions = BackgroundWork(), KeptSessions(pool, config, snapshots)
     rules = PolicyStack(SessionStarts(sessions, config.session_wait), background, pricing)
     plugs = _Plugs(pool, background, rules, predictor, step_times)
 

@@ -61,12 +61,16 @@ class Claims(Container[bytes]):
 
     give_up   called when everything that is cached is claimed: it unclaims some of that
     pays      blocks that the conversations of each owner pay for
+    ends      keys of the last blocks that conversations claim, where they go on; on_end: called
+              with one that becomes an end, or is none any more
     """
 
     def __init__(self, store: Store, give_up: Callable[[], None]) -> None:
         self._store, self._give_up = store, give_up
         self._of: dict[bytes, dict[KeptConversation, None]] = {}
         self.pays: Counter[str] = Counter()
+        self.ends: Counter[bytes] = Counter()
+        self.on_end: Callable[[bytes], None] = lambda key: None
 
     @cached_property
     def _order(self) -> EvictionOrder:
@@ -97,14 +101,18 @@ class Claims(Container[bytes]):
                 self._pay(one, 1)
                 self._order.claim(key)
             claimants[one] = None
+        end = one.keys[-1:]
         one.keys += keys[same:]
         one.most = max(one.most, one.pays)
+        self._ends_at(end, one.keys[-1:])
 
     def cut(self, one: KeptConversation, length: int, now: float, fate: Fate) -> int:
         """It claims only its first `length` keys any more. Returns how many of the others nobody
         else claims."""
         gone = one.keys[length:]
+        end = one.keys[-1:]
         del one.keys[length:]
+        self._ends_at(end, one.keys[-1:])
         one.settle(now)
         free = []
         for key in gone:
@@ -123,6 +131,16 @@ class Claims(Container[bytes]):
         for key in free if fate is Fate.OLD else reversed(free):
             self._order.unclaim(key, fate)
         return len(free)
+
+    def _ends_at(self, before: list[bytes], after: list[bytes]) -> None:
+        """A conversation ends elsewhere; [] is nowhere."""
+        if before != after:
+            self.ends.update(after)
+            self.ends.subtract(before)
+            for key in before + after:
+                if not self.ends[key]:
+                    del self.ends[key]
+                self.on_end(key)
 
     def _pay(self, one: KeptConversation, blocks: int) -> None:
         one.pays += blocks

@@ -8,10 +8,12 @@ rules. Must not know what a state holds, nor how large it is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Any
 
+from pageturner.policies.session_claims import Claims
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.store import GONE
 from pageturner.scheduler.types import Sequence
@@ -50,9 +52,12 @@ class Snapshots(MutableMapping[int, None]):
         room = self._store.num_blocks * pool.grain
         self._all = room >= pool.full.num_blocks * pool.block_size
         self._known: dict[int, Snapshot] = {}
+        self._ends: Callable[[], Container[bytes]] = tuple
+        self._claimed: dict[int, None] = {}
         self._passed: OrderedDict[int, None] = OrderedDict()  # those without KV stand first
         # slot -> worth, a number that rises, slot; the heap has these, and others that are no more
         self._kept: dict[int, tuple[int, int, int]] = {}
+        self._parts: tuple[dict[int, Any], ...] = (self._claimed, self._passed, self._kept)
         self._heap: list[tuple[int, int, int]] = []
         self._floor = self._number = 0  # the worth of the last that went, and the last number
         self._store.cached, self._store.oldest = self, self._oldest
@@ -110,16 +115,32 @@ class Snapshots(MutableMapping[int, None]):
         if position in self._reasons(seq, position - 1, position):
             known.gain = position - self._before(seq, position)
 
-    def _kv_gone(self, key: bytes, block: int) -> None:
-        """The KV that ends where a state stands was overwritten: the state is the next to go."""
+    def keep_for(self, claims: Claims, give_up: Callable[[], None]) -> None:
+        """The states where conversations go on are overwritten when all others were, and they were
+        given up. give_up: cuts a conversation."""
+        self._ends = lambda: claims.ends
+        self._give_up = give_up
+        claims.on_end = self._claim_changed
+
+    def _claim_changed(self, key: bytes) -> None:
         slot = self._store.index.get(key, GONE)
-        if slot in self:
-            self._kept.pop(slot, None)
+        if self._remove(slot):
+            self[slot] = None
+
+    def _kv_gone(self, key: bytes, block: int) -> None:
+        """The KV that ends where a state stands is overwritten: the state is the next to go."""
+        slot = self._store.index.get(key, GONE)
+        if self._remove(slot):
             self._passed[slot] = None
             self._passed.move_to_end(slot, last=False)
 
+    def _remove(self, slot: int) -> bool:
+        return any(part.pop(slot, GONE) != GONE for part in self._parts)
+
     def _oldest(self) -> int:
         """The state that is overwritten next. There must be a cached one."""
+        while not self._passed and not self._kept:
+            self._give_up()
         if self._passed:
             return next(iter(self._passed))
         while self._kept.get(self._heap[0][2]) != self._heap[0]:
@@ -132,6 +153,9 @@ class Snapshots(MutableMapping[int, None]):
     def __setitem__(self, slot: int, value: None) -> None:
         known, key = self._known.get(slot), self._store.keys[slot]
         has_kv = key in self._pool.full.index
+        if has_kv and key in self._ends():
+            self._claimed[slot] = None
+            return
         if not has_kv or (known is not None and known.passed):
             self._passed[slot] = None
             self._passed.move_to_end(slot, last=has_kv)
@@ -147,22 +171,20 @@ class Snapshots(MutableMapping[int, None]):
             heapify(self._heap)
 
     def __delitem__(self, slot: int) -> None:
-        if slot in self._passed:
-            del self._passed[slot]
-        else:
-            del self._kept[slot]
+        if not self._remove(slot):
+            raise KeyError(slot)
         known = self._known.get(slot)
         if known is not None:
             known.uses += 1
             known.passed = False
 
     def __getitem__(self, slot: int) -> None:
-        if slot not in self._passed and slot not in self._kept:
+        if not any(slot in part for part in self._parts):
             raise KeyError(slot)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._passed
-        yield from self._kept
+        for part in self._parts:
+            yield from part
 
     def __len__(self) -> int:
-        return len(self._passed) + len(self._kept)
+        return sum(map(len, self._parts))

@@ -195,8 +195,11 @@ class BlockPool:
             return [], 0
         size, limit = self.block_size, _attachable_at_most(seq)
         blocks = self._public_of(seq, limit) if seq.request.salt else []
-        public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
-        for place in range(public, limit // size):
+        public = len(blocks)
+        if self._sparse:
+            blocks = []  # of public ones, too, a state must stand behind the last
+        usable = run = len(blocks)  # run: the sliding blocks in a row that end here
+        for place in range(usable, limit // size):
             key = self._key(seq, place, public)
             block = self.full.index.get(key)
             if block is None:
@@ -260,7 +263,7 @@ class BlockPool:
             return int(kind.table(source)[place])
         if kind.before:  # before the first position there is nothing
             place = place * self.chunk // self.block_size - 1
-        return kind.store.index[self._key(seq, place, 0)] if place >= 0 else GONE
+        return kind.store.index[self._key(seq, place, seq.public)] if place >= 0 else GONE
 
     def _count_public(self, seq: Sequence, blocks: list[int]) -> int:
         """Return how many of the blocks a salted sequence has from what is public."""
@@ -387,6 +390,40 @@ class BlockPool:
         dst.block_keys, dst.keys_public = src.block_keys[: src.num_cached_blocks], src.keys_public
         for store, table in self._tables(dst):
             store.share(table)
+
+    def findable(self, keys: list[bytes]) -> int:
+        """Return how many of these first blocks of a sequence, which are cached, another one can
+        begin with: as many as end at a state that is there, where layers are recurrent."""
+        count, size = len(keys), self.block_size
+        while self._sparse and count:
+            if count * size % self.chunk == 0 and keys[count - 1] in self.states.index:
+                break
+            count -= 1
+        return count
+
+    def keys_of(self, seq: Sequence) -> list[bytes]:
+        """The keys of its cached blocks."""
+        keys = (self.full.keys[block] for block in seq.blocks[: seq.num_cached_blocks])
+        return [key for key in keys if key is not None]
+
+    def keep_findable(self, seq: Sequence) -> None:
+        """Its sequence has ended and the blocks stay: give back what no other one can begin with.
+        Of recurrent layers the state at the end stays."""
+        keys = self.keys_of(seq)
+        keep = self.findable(keys)
+        state = [self.states.index[keys[keep - 1]]] if self._sparse and keep else []
+        self.states.share(state)
+        seq.computed = keep * self.block_size
+        seq.inflight = 0
+        seq.num_cached_blocks = keep
+        seq.public = min(seq.public, keep)
+        self.full.truncate(seq.blocks, keep)
+        for kind in self._sparse:
+            table = kind.table(seq)
+            kind.store.truncate(table, 0)
+            table[:] = [GONE] * kind.places(seq.computed)
+            table.released = kind.first_seen(seq.computed)
+        seq.states[len(seq.states) - len(state) :] = state
 
     def release(self, seq: Sequence) -> None:
         """Take everything back."""
