@@ -58,6 +58,35 @@ def test_a_plan_says_how_the_engine_divides_the_memory(
     assert f"32 of 16 sequences at once, {states - 32} kept; {blocks:,} blocks" in said
 
 
+def test_a_plan_counts_the_head_that_drafts(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One more layer of attention: its KV, and its weights with the product of both inputs."""
+    found = {}
+    for kind in ("off", "mtp"):
+        output = tmp_path / f"{kind}.json"
+        words = ("--memory", "24GiB", "--speculation", kind, "--output", str(output))
+        assert cli.main(["plan", model, *words]) == 0
+        found[kind] = json.loads(output.read_text())
+    off, mtp = (found[kind] for kind in ("off", "mtp"))
+    assert mtp["kv"]["bytes_per_token"] == TOKEN * 9 // 8
+    text = QWEN.get("text_config", QWEN)
+    d, ffn, heads, kv = (
+        text[f"{key}"]
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
+    )
+    layer = d * 256 * (3 * heads + 2 * kv) + 3 * d * ffn + 2 * d + 2 * 256
+    assert mtp["weights"]["bytes"] - off["weights"]["bytes"] == 2 * (layer + 2 * d * d)
+    assert mtp["engine"]["blocks"] < off["engine"]["blocks"]
+    assert cli.main(["plan", model, "--speculation", "draft"]) == 2
+    assert "counts no draft model" in capsys.readouterr().err
+
+
 def test_a_simulated_gpu_has_states(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

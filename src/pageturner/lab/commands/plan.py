@@ -35,6 +35,7 @@ SETTINGS = (
     "quantization",
     "max_loras",
     "max_num_seqs",
+    "speculation",
     "kv_host_memory",
 )
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # 3/4 of a power of two: rounding up costs its average
@@ -250,10 +251,14 @@ def _uncounted(model: Outline) -> EngineFault:
 def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
     from pageturner.lab.planning.model_outline import read_outline
 
+    mtp = config.speculation == "mtp"
+    if config.speculation == "draft":
+        raise bad_setting("plan counts no draft model: leave --speculation draft out")
     if weights is None:
-        return read_outline(source, config.dtype, config.quantization)
+        return read_outline(source, config.dtype, config.quantization, mtp)
     known = _number(weights, "--weights-bytes", 0)
-    return replace(read_outline(source), weights=known, weights_from="--weights-bytes")
+    found = read_outline(source, mtp=mtp)
+    return replace(found, weights=known, weights_from="--weights-bytes")
 
 
 def _too_large(model: Outline, memory: int) -> bool:

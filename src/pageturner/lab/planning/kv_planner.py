@@ -92,7 +92,8 @@ class KVPlanner:
             return KVSizes(self.memory // (self.model.bytes_per_token(self.dtype) * size))
         one = spec.kv_spec(1, size, self.dtype, self.model.gpu_kv)
         windowed = spec.hiding(self.longest)
-        form = KVForm(one, windowed, spec.window, recurrent=self.model.recurrent(self.dtype))
+        draft = spec.mtp.kv_spec(1, size, self.dtype).nbytes if self.model.mtp else 0
+        form = KVForm(one, windowed, spec.window, draft, self.model.recurrent(self.dtype))
         asked = replace(config, kv_cache_memory=self.memory)
         return plan_kv(form, asked, self.longest, self.memory)
 

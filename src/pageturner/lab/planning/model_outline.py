@@ -66,6 +66,7 @@ class Outline:
     assumed       what the file should have said and did not, in words
     spec          all of it, for families that are known; None: memory is all that is known
     gpu_kv        whether KV is as GPUs store it: fp8_e4m3 with scales, heads padded
+    mtp           whether its head drafts that predicts a second token: the last of its `kv`
     """
 
     name: str
@@ -79,6 +80,7 @@ class Outline:
     assumed: str = ""
     spec: ModelSpec | None = None
     gpu_kv: bool = False
+    mtp: bool = False
 
     @property
     def layers(self) -> int:
@@ -130,19 +132,27 @@ def kv_share(model: Outline, dtype: str, ranks: int) -> float:
 
 
 def read_outline(
-    path: str | os.PathLike[str], dtype: str = "auto", quantization: str = "none"
+    path: str | os.PathLike[str],
+    dtype: str = "auto",
+    quantization: str = "none",
+    mtp: bool = False,
 ) -> Outline:
     """The outline of a GGUF file, which may end behind its header, a config.json, or a folder with
     one.
 
     dtype, quantization  what weights become when they are loaded, as in `load_model`
+    mtp  the head of the checkpoint that predicts a second token is loaded too
     EngineFault says what is missing, makes no sense, or would make the answer wrong.
     """
     path = Path(path)
     with naming(path):
         if path.is_dir() or path.suffix == ".json":
-            return _hugging_face(path, dtype, quantization)
-        return _gguf(open_header(path), model_name(path), dtype, quantization)
+            found = _hugging_face(path, dtype, quantization, mtp)
+        else:
+            found = _gguf(open_header(path), model_name(path), dtype, quantization)
+        if not mtp or found.spec is None:
+            return found
+        return replace(found, kv=(*found.kv, *_layers_of(found.spec.mtp)), mtp=True)
 
 
 def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
@@ -157,7 +167,7 @@ def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
 # -- Hugging Face ----------------------------------------------------------------------------------
 
 
-def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
+def _hugging_face(path: Path, dtype: str, quantization: str, mtp: bool) -> Outline:
     values = with_quantization(read_config(path), path) if path.is_dir() else read_json(path)
     where = path / CONFIG if path.is_dir() else path
     name = where.resolve().parent.name if where.name == CONFIG else where.stem
@@ -179,7 +189,7 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
         reason = "they are quantised by a method of their own"
         weights, why_not = _as_in_files(files, dtype, quantization, reason), why_not_read(quantised)
     else:
-        weights, why_not = _from_shapes(spec, values, dtype, quantization), ""
+        weights, why_not = _from_shapes(spec, values, dtype, quantization, mtp), ""
     return Outline(
         name, arch, spec.heads, _layers_of(spec), spec.context, *weights, why_not, spec=spec
     )
@@ -194,7 +204,7 @@ def _unusual(
 
 
 def _from_shapes(
-    spec: ModelSpec, values: dict[str, Any], dtype: str, quantization: str
+    spec: ModelSpec, values: dict[str, Any], dtype: str, quantization: str, mtp: bool
 ) -> tuple[int, str]:
     """Bytes of the weights that such a model has, in the float type that its configuration
     names."""
@@ -207,6 +217,10 @@ def _from_shapes(
     known = said.removeprefix("torch.")
     kind = BY_NAME[_FLOATS.get(known, "BF16")]
     shapes = {part.name: part.shape for part in hf_layout(spec, lambda name: False).all()}
+    if mtp:
+        head = replace(hf_layout(spec.mtp, lambda name: False), top={})
+        shapes |= {f"mtp.{part.name}": part.shape for part in head.all()}
+        shapes["mtp.fc"] = (spec.dim, 2 * spec.dim)
     tensors = [
         TensorInfo(name, kind.name, shape, 0, prod(shape) * kind.nbytes)
         for name, shape in shapes.items()
