@@ -11,7 +11,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from test_gemma4 import FAMILIES, KV, NAMES, PUBLISHED, by_hand, golden, wide  #
 from pageturner.config.settings import EngineConfig  # noqa: E402
 from pageturner.engine.engine_factory import make_engine  # noqa: E402
 from pageturner.errors import EngineFault  # noqa: E402
-from pageturner.executor.draft import Costs, PromptLookup  # noqa: E402
+from pageturner.executor.draft import Costs  # noqa: E402
 from pageturner.executor.draft_model import DraftModel  # noqa: E402
 from pageturner.executor.kv_memory import KVLayout, KVSizes  # noqa: E402
 from pageturner.kernels.base import Ops  # noqa: E402
@@ -40,6 +39,7 @@ from pageturner.lab.planning.model_outline import read_outline  # noqa: E402
 from pageturner.models.hf_spec import read_hf_spec  # noqa: E402
 from pageturner.models.load import load_model, open_model, weight_bytes  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
+from pageturner.policies.suffix_drafts import SuffixDrafts  # noqa: E402
 from pageturner.request import Request  # noqa: E402
 from support.decoding import Decoding, beside  # noqa: E402
 from support.engines import Model, Setup, answers  # noqa: E402
@@ -142,10 +142,9 @@ def bits_line(name: str) -> Line:
     for request in requests:
         truth |= answers(models[1].engine(Setup()), [request])
     differ = count = preempted = 0
-    lookup = partial(PromptLookup, costs=Costs(step=0.0, rows=1e9))
     for block, budget, scarce in itertools.product(BLOCKS, (16, 512), (False, True)):
         tokens = max(640, 3 * block) if scarce else 16384
-        for cache, drafter in ((True, None), (False, lookup)):
+        for cache, drafter in ((True, None), (False, SuffixDrafts)):
             setup = Setup(
                 block_size=block,
                 token_budget=budget,

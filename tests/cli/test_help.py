@@ -116,6 +116,7 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("""m --limit-mm-per-prompt '{"image": 0}'""", "m"),
         ("""m --speculative-config '{"method": "ngram"}'""", "m --speculation ngram"),
         ("""m --speculative-config '{"method":"mtp"}'""", "m --speculation mtp"),
+        ("""m -sc '{"method": "suffix"}'""", "m --speculation suffix"),
         ("m -sc.method qwen3_next_mtp -sc.num_speculative_tokens 2", "m --speculation mtp"),
         ("m -sc.method=deepseek_mtp", "m --speculation mtp"),
         (

@@ -10,10 +10,10 @@ from functools import cache
 import pytest
 
 from pageturner import LLM
-from pageturner.executor.draft import PromptLookup
 from pageturner.kernels import recurrent
 from pageturner.kernels.base import Ops
 from pageturner.params import SamplingParams
+from pageturner.policies.suffix_drafts import SuffixDrafts
 from pageturner.request import Refused, Request
 from pageturner.scheduler import blocks
 from support.decoding import backend
@@ -83,8 +83,8 @@ SETUPS = {
     "few states": Setup(max_num_seqs=3, snapshots=0),
     "orca": Setup(policy="orca"),
     "padding": Setup(policy="static", token_budget=64),
-    "drafts": Setup(drafter=PromptLookup),
-    "drafts in chunks": Setup(drafter=PromptLookup, token_budget=20, block_size=48),
+    "drafts": Setup(drafter=SuffixDrafts),
+    "drafts in chunks": Setup(drafter=SuffixDrafts, token_budget=20, block_size=48),
 }
 
 

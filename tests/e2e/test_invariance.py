@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from pageturner.executor.draft import Costs, PromptLookup
+from pageturner.executor.draft import Costs
 from pageturner.executor.draft_model import DraftModel
 from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.kernels.cpu import native, native_module
 from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
+from pageturner.policies.suffix_drafts import SuffixDrafts
 from pageturner.request import Request, Resume
 from pageturner.scheduler.types import Item, Output, Plan, Result
 from pageturner.text.structured_outputs import StructuredOutputsParams
@@ -294,8 +295,12 @@ def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> No
             model.decoder, model.ops, KVLayout(KVSizes(tokens // block), block, "float16"), FREE
         )
 
-    lookup = partial(PromptLookup, costs=FREE)
-    for drafter in (lookup, lambda: WildGuesses(quantised.truth), smaller):
+    for drafter in (
+        SuffixDrafts,
+        partial(SuffixDrafts, own=True),
+        lambda: WildGuesses(quantised.truth),
+        smaller,
+    ):
         setup = Setup(block_size=block, kv_tokens=tokens, drafter=drafter)
         engine = model.engine(setup)
         assert answers(engine, quantised.requests) == quantised.truth, setup

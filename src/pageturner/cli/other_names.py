@@ -264,12 +264,13 @@ def _drafts(given: Given, notes: list[str]) -> list[str]:
     method = fields.get("method") or ("draft_model" if "model" in fields else "ngram")
     notes.append(f"{given.flag}: the number of drafted tokens is chosen by what was accepted")
     if method in ("ngram", "ngram_gpu", "suffix", "[ngram]"):
-        return ["--speculation", "ngram"]
+        return ["--speculation", "suffix" if method == "suffix" else "ngram"]
     if method == "draft_model" and "model" in fields:
         return ["--speculation", "draft", "--draft-model", str(fields["model"])]
     if method == "mtp" or method.endswith("_mtp"):  # of a family of models
         return ["--speculation", "mtp"]
-    message = f"{given.flag}: there is no method {method!r} here; there are ngram, draft_model, mtp"
+    methods = "suffix, ngram, draft_model, mtp"
+    message = f"{given.flag}: there is no method {method!r} here; there are {methods}"
     raise EngineFault("bad_setting", message)
 
 

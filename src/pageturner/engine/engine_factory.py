@@ -30,7 +30,7 @@ from pageturner.engine.step_sizes import with_step_sizes
 from pageturner.errors import EngineFault
 from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.async_runner import AsyncRunner
-from pageturner.executor.draft import Costs, Drafter, PromptLookup, best_length
+from pageturner.executor.draft import Costs, Drafter, best_length
 from pageturner.executor.draft_compatibility import (
     check_draft,
     check_speculation,
@@ -53,6 +53,7 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model
 from pageturner.parallel import tensor_parallel
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
+from pageturner.policies.suffix_drafts import suffix_drafter
 from pageturner.scheduler.listener import Listener
 from pageturner.telemetry.step_log import Header, StepLog
 from pageturner.telemetry.work import MachineLimits, ModelCosts
@@ -161,7 +162,7 @@ def make_engine(
             most_waiting=config.max_queue,
             most_places=2 * config.max_num_seqs,
         )
-        drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
+        drafter: Drafter | None = suffix_drafter(config.speculation)
         if smaller:
             costs = _costs(smaller, decoder)
             drafter = DraftModel(smaller, ops, layout, costs)

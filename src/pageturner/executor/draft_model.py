@@ -17,12 +17,13 @@ import numpy as np
 
 from pageturner.executor import sampler
 from pageturner.executor.batch import pack
-from pageturner.executor.draft import FADING, GUESS, Costs, SequenceMemory, best_length
+from pageturner.executor.draft import FADING, GUESS, Costs, best_length
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.choosing import ChooseArgs, SamplerOutput
 from pageturner.models.decoder import Decoder
 from pageturner.models.spec import unsupported
+from pageturner.policies.drafts import SequenceMemory
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
 MAX_DRAFT = 7  # tokens of a draft

@@ -46,6 +46,8 @@ from pageturner.scheduler.types import (
     State,
 )
 
+FEW = 8  # sequences that share the budget of a step for their drafts as if they were not fewer
+
 
 class Scheduler:
     """add and abort at any moment; plan, run, commit in turn, or plan one step ahead of the commit.
@@ -91,7 +93,6 @@ class Scheduler:
     def _limit_steps(self, max_num_seqs: int, token_budget: int) -> None:
         self.budget = token_budget or sys.maxsize
         self.slots = min(max_num_seqs, self.budget)
-        self._max_draft = self.budget // self.slots - 1  # all drafts together fit the budget
 
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
@@ -445,7 +446,8 @@ class Scheduler:
             return self._end(group, change.finish)
         seq.draft = output.draft
         if seq.draft:  # only what can be of use: its share of the budget, nothing past the end
-            seq.draft = seq.draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
+            share = self.budget // max(len(self.running), min(self.slots, FEW)) - 1
+            seq.draft = seq.draft[: max(0, min(share, seq.limit - len(seq.tokens) - 1))]
         self.pool.trim(seq)
         if change.branches:
             apply_branches(change.branches, group.sequences, self.pool)

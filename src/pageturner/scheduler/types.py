@@ -198,6 +198,7 @@ class Output:
     """The output of one item of a plan: [] in the middle of a prompt, one token, up to k+1 with
     drafts.
 
+    chances  how likely each token of `draft` is right if those before it are, as its proposer says
     prompt_logprobs  one for each of the item's `scored` positions
     candidates  instead of a token, for a sequence of a search: the likeliest ones and their
                 logprobs. Then `logprobs` has one value, whose likeliest tokens go with whichever
@@ -207,6 +208,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)  # one for each token, or none at all
     draft: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
     failure: Failure | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     candidates: list[tuple[int, float]] = field(default_factory=list)
