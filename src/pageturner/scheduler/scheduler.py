@@ -46,8 +46,6 @@ from pageturner.scheduler.types import (
     State,
 )
 
-FEW = 8  # sequences that share the budget of a step for their drafts as if they were not fewer
-
 
 class Scheduler:
     """add and abort at any moment; plan, run, commit in turn, or plan one step ahead of the commit.
@@ -446,7 +444,7 @@ class Scheduler:
             return self._end(group, change.finish)
         seq.draft = output.draft
         if seq.draft:  # only what can be of use: its share of the budget, nothing past the end
-            share = self.budget // max(len(self.running), min(self.slots, FEW)) - 1
+            share = self.budget // max(len(self.running), min(self.slots, 8)) - 1
             seq.draft = seq.draft[: max(0, min(share, seq.limit - len(seq.tokens) - 1))]
         self.pool.trim(seq)
         if change.branches:
