@@ -18,7 +18,7 @@ SOURCES := setup/install.py setup/pageturner_build.py pyproject.toml requirement
 
 .DEFAULT_GOAL := serve
 .NOTPARALLEL:
-.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies docs-pictures accept soak gpu-kernels gpu-build lock audit release model models vocabs native wheels clean
+.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers prove compare docs-compare docs-policies docs-pictures accept soak gpu-kernels gpu-build lock audit release model models vocabs native wheels clean
 
 help: ## what there is: `make serve` and `make test` are all a newcomer needs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench-kernels: $(VENV)/.dev ## each operator beside the machine's limits and the
 
 bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and Transformers (bench/peers/setup.sh)
 	$(BIN)/python bench/peers/run.py $(ARGS)
+
+prove: $(VENV)/.dev model ## six claims and a check of weights, put to ours and the peers that are installed: bench/PROVE.md
+	$(BIN)/python bench/prove.py $(ARGS)
 
 compare: $(VENV)/.core model ## static and continuous batching on this machine, as pictures: compare.html, in about a minute
 	$(BIN)/pageturner compare $(MODEL) $(ARGS)

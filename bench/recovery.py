@@ -9,7 +9,6 @@ A server answers all prompts undisturbed, then again with its engine killed in t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -17,31 +16,16 @@ import statistics
 import sys
 import threading
 import time
-import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "accept"))
-import harness
-from harness import Server
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "accept")]
+import harness  # noqa: E402
+from harness import Server  # noqa: E402
+
+from prove_claims import Answer, Target, ask  # noqa: E402
 
 BEFORE, AFTER = 24, 40  # tokens of each stream before the engine is killed, and behind that
 MEMORY = "1400M"
-
-
-@dataclass(slots=True)
-class Stream:
-    """One answer as a client sees it. arrivals: of its tokens, on the clock of time.monotonic."""
-
-    text: str = ""
-    arrivals: list[float] = field(default_factory=list)
-
-    def back_at(self, killed: float) -> float:
-        """When it went on: the end of the longest gap that ends behind the kill."""
-        gaps = zip([killed, *self.arrivals], self.arrivals, strict=False)
-        return max(
-            (after - max(before, killed), after) for before, after in gaps if after > killed
-        )[1]
 
 
 def prompts_of(streams: int, context: int) -> list[list[int]]:
@@ -49,32 +33,20 @@ def prompts_of(streams: int, context: int) -> list[list[int]]:
     return [[dice.randrange(1000, 40000) for _ in range(context)] for _ in range(streams)]
 
 
-def ask(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Stream], float]:
+def run(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Answer], float]:
     """All answers, streamed at once; and when the engine was killed, as soon as all had BEFORE tokens."""
-    streams = [Stream() for _ in prompts]
+    answers = [Answer() for _ in prompts]
     enough = threading.Barrier(len(prompts) + 1)
+    target = Target("ours", url=server.url, model="smollm2")
+
+    def pause(answer: Answer) -> bool:
+        if len(answer.arrivals) == BEFORE:
+            enough.wait()
+        return False
 
     def one(number: int) -> None:
-        body = {
-            "prompt": prompts[number],
-            "max_tokens": BEFORE + AFTER,
-            "seed": number,
-            "temperature": 0.8,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    streams[number].arrivals.append(time.monotonic())
-                    streams[number].text += json.loads(line[6:])["choices"][0]["text"]
-                    if len(streams[number].arrivals) == BEFORE:
-                        enough.wait()
+        drawn = {"seed": number, "temperature": 0.8}
+        answers[number] = ask(target, prompts[number], BEFORE + AFTER, pause, **drawn)
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(len(prompts))]
     for thread in threads:
@@ -85,7 +57,7 @@ def ask(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Stre
         os.kill(server.engine_pid(), signal.SIGKILL)
     for thread in threads:
         thread.join()
-    return streams, killed
+    return answers, killed
 
 
 def recover(streams: int, context: int, rounds: int) -> int:
@@ -95,14 +67,14 @@ def recover(streams: int, context: int, rounds: int) -> int:
     for _ in range(rounds):
         for flag, times in found.items():
             with harness.server(flag, "--kv-cache-memory", MEMORY) as server:
-                undisturbed, _ = ask(server, prompts, kill=False)
-                truth = truth or [stream.text for stream in undisturbed]
-                disturbed, killed = ask(server, prompts, kill=True)
-                for run in (undisturbed, disturbed):
-                    if [stream.text for stream in run] != truth:
+                undisturbed, _ = run(server, prompts, kill=False)
+                truth = truth or [answer.text for answer in undisturbed]
+                disturbed, killed = run(server, prompts, kill=True)
+                for answers in (undisturbed, disturbed):
+                    if [answer.text for answer in answers] != truth:
                         print(f"{flag}: a text differs")
                         return 1
-                back = sorted(stream.back_at(killed) - killed for stream in disturbed)
+                back = sorted(answer.back_at(killed) - killed for answer in disturbed)
                 times.append((back[0], back[-1]))
                 taken = server.metric("pageturner:kv_blocks_taken_back_total")
                 again = server.metric("pageturner:recomputed_tokens_total")

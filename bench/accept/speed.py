@@ -1,0 +1,22 @@
+"""`make accept NAME=speed`: faster without changing a bit.
+
+    python bench/accept/speed.py [--only prove ...] [options of parts]
+
+prove   `make prove` against ours and two peers: the table
+
+A part is `speed_NAME.py` beside this file, with `lines` and `add_arguments`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness import main_of_parts
+
+PARTS = [
+    path.stem.removeprefix("speed_") for path in sorted(Path(__file__).parent.glob("speed_*.py"))
+]
+
+if __name__ == "__main__":
+    sys.exit(main_of_parts("speed", __doc__, PARTS))

@@ -1,0 +1,36 @@
+"""`make prove` against ours and two peers: the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+import harness
+from harness import Line, NotRun
+
+sys.path.insert(0, str(harness.ROOT / "bench"))
+import prove
+
+MUST = ("batch", "kill", "weights")  # of ours; the others depend on the machine and its load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prove-seconds", default="540", help="no claim begins later than this")
+
+
+def lines(options: argparse.Namespace) -> Iterator[Line]:
+    if len(prove.standard("smollm2")) < 3:
+        raise NotRun("fewer than two peers are installed: bench/peers/setup.sh llama vllm")
+    prove.main(["--seconds", options.prove_seconds])
+    servers = json.loads((harness.RESULTS / "prove.json").read_text())["servers"]
+    for claim in servers["ours"]:
+        cells = [f"{name} {prove.words(one[claim])}" for name, one in servers.items()]
+        yield Line(f"prove, {claim}", "; ".join(cells), None)
+    held = [claim for claim in MUST if servers["ours"][claim]["held"]]
+    yield Line("ours holds what it must", ", ".join(held), len(held) == len(MUST))
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main("speed", __doc__, {"prove": harness.part("speed_prove")}))
