@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,10 +57,6 @@ TEXT = (
 WORDS = TEXT.split()
 
 
-class NotAskedError(Exception):
-    """This claim cannot be asked of this server; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """held None: the claim was not asked, and the figure says why."""
@@ -89,16 +85,13 @@ class Answer:
             raise RuntimeError(self.error or "an answer without a token")
         return self.arrivals[0] - self.begin
 
-    def gaps(self) -> list[float]:
-        """The seconds between its chunks."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+    def gaps(self) -> list[tuple[float, float]]:
+        """The seconds between its chunks, and when each gap ended."""
+        return [(b - a, b) for a, b in itertools.pairwise(self.arrivals)]
 
     def back_at(self, killed: float) -> float:
         """When it went on: the end of the longest gap that ends behind the kill."""
-        gaps = zip([killed, *self.arrivals], self.arrivals, strict=False)
-        return max(
-            (after - max(before, killed), after) for before, after in gaps if after > killed
-        )[1]
+        return max(gap for gap in self.gaps() if gap[1] > killed)[1]
 
     def take(self, event: dict[str, Any]) -> None:
         """Add a chunk."""
@@ -189,6 +182,14 @@ class Target:
             self.peer.stop()
 
 
+def completion(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    """The request for a completion."""
+    content = json.dumps(body).encode()
+    return urllib.request.Request(
+        f"{url}/v1/completions", content, {"Content-Type": "application/json"}
+    )
+
+
 def ask(
     target: Target,
     prompt: str | list[int],
@@ -202,14 +203,11 @@ def ask(
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     if target.logprobs:
         body["logprobs"] = 1
-    request = urllib.request.Request(
-        f"{target.url}/v1/completions",
-        json.dumps(body | fields).encode(),
-        {"Content-Type": "application/json"},
-    )
     answer = Answer(begin=time.monotonic())
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as lines:
+        with urllib.request.urlopen(
+            completion(target.url, body | fields), timeout=PATIENCE
+        ) as lines:
             for line in lines:
                 if line.startswith(b"data: [DONE]"):
                     return answer
@@ -299,7 +297,7 @@ def batch(target: Target, dice: random.Random) -> Verdict:
 def cold(target: Target, dice: random.Random) -> Verdict:
     """Time from the start of a process to the first token, with the model's file in the page cache."""
     if not target.command:
-        raise NotAskedError("not started here")
+        return Verdict("not started here", None)
     times = [target.start()]
     while len(times) < 3 and times[0] < SLOW_START:
         times.append(target.start())
@@ -307,26 +305,16 @@ def cold(target: Target, dice: random.Random) -> Verdict:
     return Verdict(f"{took:.1f} s (starts: {len(times)})", took <= COLD_LIMIT)
 
 
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    found = [pid]
-    for parent in found:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
-
-
 def kill(target: Target, dice: random.Random) -> Verdict:
     """The process of the server that took most processor time since the request came dies by SIGKILL."""
     if target.peer is None:
-        raise NotAskedError("not started here")
+        return Verdict("not started here", None)
     prompt = some_text(dice, 60)
     fields = {"temperature": 0.8, "seed": 7}
     whole = ask(target, prompt, 128, **fields)
     if whole.error:
         raise RuntimeError(whole.error)
-    spent = {pid: harness.processor_seconds(pid) for pid in family(target.peer.process.pid)}
+    spent = {pid: harness.processor_seconds(pid) for pid in harness.family(target.peer.process.pid)}
     killed: list[float] = []
 
     def strike(answer: Answer) -> bool:
@@ -386,7 +374,7 @@ def polite(target: Target, dice: random.Random, seconds: float) -> list[float]:
         answer = ask(target, some_text(dice, 20), 200, lambda _: time.monotonic() > until)
         if answer.error:
             raise RuntimeError(f"the polite stream failed: {answer.error}")
-        found += answer.gaps()
+        found += [seconds for seconds, _ in answer.gaps()]
     return sorted(found)
 
 
@@ -405,12 +393,11 @@ def neighbour(target: Target, dice: random.Random, seconds: float = 12.0) -> Ver
         attacker.join(ATTACK_PATIENCE + 10)
         attacker.kill()
 
-    def p99(gaps: list[float]) -> float:
-        return gaps[int(0.99 * (len(gaps) - 1))]
-
-    figure = (
-        f"p99 {p99(calm):.2f} -> {p99(beside):.2f} s, longest {calm[-1]:.2f} -> {beside[-1]:.2f} s"
-    )
+    rows = [
+        f"p99 {gaps[len(gaps) * 99 // 100]:.2f}, longest {gaps[-1]:.2f} s"
+        for gaps in (calm, beside)
+    ]
+    figure = f"{rows[0]} -> {rows[1]}"
     return Verdict(figure, beside[-1] <= calm[-1] + MORE_GAP)
 
 

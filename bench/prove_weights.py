@@ -14,12 +14,10 @@ import statistics
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import harness
 
-from prove_claims import Answer, Target, Verdict, ask, scored
+from prove_claims import Answer, Target, Verdict, ask, completion, scored
 
 PROMPTS = (
     "The history of Rome begins",
@@ -41,86 +39,54 @@ SLACK = 5.0
 FEWEST = 100  # tokens that a verdict needs
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """drift: None where the server tells no logprobs. tokens: how many were compared."""
-
-    margin: float
-    drift: float | None
-    tokens: int
-
-
 class Reference:
     """Our server with the file that is claimed, and the bounds of honest servers."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.margin = 0.0
-        self.drift = 0.0
+        self._bounds: dict[str, float] = {}
 
-    def allow(self, honest: Score) -> None:
+    def allow(self, target: Target) -> None:
         """Widen the bounds for an honest server."""
-        self.margin = max(self.margin, SLACK * honest.margin)
-        self.drift = max(self.drift, SLACK * (honest.drift or 0.0))
+        for name, value in self.score(target).items():
+            self._bounds[name] = max(self._bounds.get(name, 0.0), SLACK * value)
 
-    def score(self, target: Target) -> Score:
-        """The score of a server's answers. Those that the tokenizer does not divide as they were made are left
-        out."""
-        margins: list[float] = []
-        drifts: list[float] = []
+    def score(self, target: Target) -> dict[str, float]:
+        """`margin` of a server's answers, and `drift` where it tells logprobs. Answers that the tokenizer does not
+        divide as they were made are left out."""
+        found: dict[str, list[float]] = {"margin": [], "drift": []}
         for prompt in PROMPTS:
             answer = ask(target, prompt, TOKENS)
             if answer.error:
                 raise RuntimeError(answer.error)
-            self._compare(prompt, answer, margins, drifts)
-        if len(margins) < FEWEST:
-            raise RuntimeError(f"{len(margins)} tokens are too few: another tokenizer")
-        drift = None
-        if drifts:
-            drift = statistics.mean(drifts)
-        return Score(statistics.mean(margins), drift, len(margins))
+            for name, value in self._compare(prompt, answer):
+                found[name].append(value)
+        if len(found["margin"]) < FEWEST:
+            raise RuntimeError("too few tokens could be compared: another tokenizer")
+        return {name: statistics.mean(values) for name, values in found.items() if values}
 
-    def _compare(
-        self, prompt: str, answer: Answer, margins: list[float], drifts: list[float]
-    ) -> None:
-        """Add what each token of an answer shows."""
-        found = self._forced(prompt + answer.text)
-        start = sum(offset < len(prompt) for offset in found["text_offset"])
-        expected = scored(found)[start:]
-        if answer.tokens and [token for token, _ in answer.tokens] != [one for one, _ in expected]:
+    def _compare(self, prompt: str, answer: Answer) -> Iterator[tuple[str, float]]:
+        """What each token of an answer shows."""
+        body = {"prompt": prompt + answer.text, "max_tokens": 0, "echo": True, "logprobs": 1}
+        with urllib.request.urlopen(completion(self._url, body), timeout=60) as forced:
+            logprobs = json.load(forced)["choices"][0]["logprobs"]
+        start = sum(offset < len(prompt) for offset in logprobs["text_offset"])
+        expected = scored(logprobs)[start:]
+        theirs = answer.tokens or expected
+        if [token for token, _ in theirs] != [token for token, _ in expected]:
             return
-        tops = found["top_logprobs"][start:]
-        margins += [
-            max(top.values()) - score for top, (_, score) in zip(tops, expected, strict=True)
-        ]
-        if answer.tokens:
-            both = zip(answer.tokens, expected, strict=True)
-            drifts += [abs(theirs - score) for (_, theirs), (_, score) in both]
-
-    def _forced(self, text: str) -> dict[str, Any]:
-        """The logprobs of a text's tokens, none of which is chosen."""
-        body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1}
-        request = urllib.request.Request(
-            f"{self._url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            found: dict[str, Any] = json.load(answer)["choices"][0]["logprobs"]
-        return found
+        tops = logprobs["top_logprobs"][start:]
+        for (_, told), (_, score), top in zip(theirs, expected, tops, strict=True):
+            yield "margin", max(top.values()) - score
+            if answer.tokens:
+                yield "drift", abs(told - score)
 
     def judge(self, target: Target) -> Verdict:
         """Whether its answers are those of the file: by `drift`, which tells more, where there are logprobs."""
-        score = self.score(target)
-        name = "margin"
-        value = score.margin
-        bound = self.margin
-        if score.drift is not None:
-            name = "drift"
-            value = score.drift
-            bound = self.drift
-        figure = f"{name} {value:.3f}, honest to {bound:.3f} ({score.tokens} tokens)"
-        return Verdict(figure, value <= bound)
+        scores = self.score(target)
+        name = min(scores)  # drift, if it is there
+        bound = self._bounds[name]
+        return Verdict(f"{name} {scores[name]:.3f}, honest to {bound:.3f}", scores[name] <= bound)
 
 
 @contextmanager
@@ -132,5 +98,5 @@ def reference(model: str) -> Iterator[Reference]:
             with harness.server(*flags, model=model) as other:
                 target = Target("honest", url=other.url)
                 target.prepare()
-                found.allow(found.score(target))
+                found.allow(target)
         yield found

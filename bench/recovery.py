@@ -16,6 +16,7 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "accept")]
@@ -35,7 +36,6 @@ def prompts_of(streams: int, context: int) -> list[list[int]]:
 
 def run(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Answer], float]:
     """All answers, streamed at once; and when the engine was killed, as soon as all had BEFORE tokens."""
-    answers = [Answer() for _ in prompts]
     enough = threading.Barrier(len(prompts) + 1)
     target = Target("ours", url=server.url, model="smollm2")
 
@@ -44,20 +44,17 @@ def run(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Answ
             enough.wait()
         return False
 
-    def one(number: int) -> None:
+    def one(number: int) -> Answer:
         drawn = {"seed": number, "temperature": 0.8}
-        answers[number] = ask(target, prompts[number], BEFORE + AFTER, pause, **drawn)
+        return ask(target, prompts[number], BEFORE + AFTER, pause, **drawn)
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    enough.wait()
-    killed = time.monotonic()
-    if kill:
-        os.kill(server.engine_pid(), signal.SIGKILL)
-    for thread in threads:
-        thread.join()
-    return answers, killed
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(one, range(len(prompts)))
+        enough.wait()
+        killed = time.monotonic()
+        if kill:
+            os.kill(server.engine_pid(), signal.SIGKILL)
+        return list(answers), killed
 
 
 def recover(streams: int, context: int, rounds: int) -> int:

@@ -218,13 +218,10 @@ class Server:
         return sum(values)
 
 
-def rss_mb(pid: int) -> float:
-    """Resident memory of one process."""
+def rss_mb(pid: int, which: str = "VmRSS") -> float:
+    """Resident memory of one process; its peak is VmHWM."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return (
-        int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
-        / 1024
-    )
+    return int(next(one for one in status.splitlines() if one.startswith(which)).split()[1]) / 1024
 
 
 def processor_seconds(*pids: int) -> float:
@@ -240,6 +237,16 @@ def processor_seconds(*pids: int) -> float:
 def children(pid: int) -> list[int]:
     """The child processes of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 @contextmanager

@@ -69,18 +69,11 @@ def _run(command: list[str]) -> None:
 
 def group_peak_mb(pgid: int) -> float:
     """Sum of the largest resident sizes of a process and all its descendants."""
-    kilobytes = 0
-    todo = [pgid]
-    while todo:
-        pid = todo.pop()
+    total = 0.0
+    for pid in harness.family(pgid):
         with contextlib.suppress(OSError, StopIteration):
-            status = Path(f"/proc/{pid}/status").read_text()
-            kilobytes += int(
-                next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1]
-            )
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                todo += map(int, (task / "children").read_text().split())
-    return kilobytes / 1024
+            total += harness.rss_mb(pid, "VmHWM")
+    return total
 
 
 @contextlib.contextmanager

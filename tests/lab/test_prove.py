@@ -76,7 +76,7 @@ def test_other_weights_are_told_from_other_rounding(cheats: tuple[str, ...]) -> 
         fake(*cheats, "--weights", "other") as other,
     ):
         judge = Reference(reference.url)
-        judge.allow(judge.score(rounded))
+        judge.allow(rounded)
         assert judge.judge(honest).held
         assert not judge.judge(other).held
 
