@@ -170,8 +170,7 @@ class Target:
 
     def prepare(self) -> None:
         """Have it run and answer, and learn whether it tells logprobs."""
-        ended = self.peer is None or self.peer.process.poll() is not None
-        if self.command and ended:
+        if self.command and (self.peer is None or self.peer.process.poll() is not None):
             self.start()
         self.answers(PATIENCE)
         self.logprobs = True
@@ -358,10 +357,8 @@ def attack(target: tuple[str, str], seed: int, seconds: float, begun: Event) -> 
     def client(number: int) -> None:
         for act in acts[number::ATTACKERS]:
             left = until - time.monotonic()
-            if left <= 0:
-                return
-            with contextlib.suppress(OSError):
-                act(str(address.hostname), address.port or 80, min(ATTACK_PATIENCE, max(0.2, left)))
+            with contextlib.suppress(OSError, ValueError):  # a ValueError when no time is left
+                act(str(address.hostname), address.port or 80, min(ATTACK_PATIENCE, left))
 
     harness.in_threads(ATTACKERS, client)
 
@@ -432,9 +429,8 @@ def shift(target: Target, dice: random.Random) -> Verdict:
     """A prompt without its first words, and with others in their place."""
     words = some_words(dice, LONG)
     first = ask(target, " ".join(words), 1)
-    rest = words[CUT:]
-    cut = found_again(first, ask(target, " ".join(rest), 1), 1.0)
-    changed_prompt = " ".join([*some_words(dice, CUT), *rest])
-    changed = found_again(first, ask(target, changed_prompt, 1), 1 - CUT / LONG)
+    cut = found_again(first, ask(target, " ".join(words[CUT:]), 1), 1.0)
+    words[:CUT] = some_words(dice, CUT)
+    changed = found_again(first, ask(target, " ".join(words), 1), 1 - CUT / LONG)
     figure = f"cut {cut:.0%}, changed {changed:.0%}{' (by time)' * (first.cached is None)}"
     return Verdict(figure, min(cut, changed) >= SHIFTED)
