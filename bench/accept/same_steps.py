@@ -151,7 +151,7 @@ def lines() -> Iterator[Line]:
     """Plans by the scheduler alone, then tokens by an engine."""
     logs = {name: gzip.decompress(path.read_bytes()) for name, path in recorded().items()}
     if not logs:
-        raise NotRun(f"{FOLDER} holds no log: tests/tools/record_steplogs.py records them")
+        raise NotRun(f"{FOLDER} holds no log: tests/goldens/README.md says how they were recorded")
     left_out = [f"{name}: {why}" for name, why in UNREPEATABLE.items() if name in logs]
     kinds: dict[str, list[Replay]] = {}
     for name, log in logs.items():

@@ -163,16 +163,7 @@ def _latent_right(room: Room, dtype: str) -> None:
     worst = float(np.abs(got - expected).max() / (BOUND * np.abs(expected).max()))
     same = True
     for row in (0, len(q) - 1):
-        s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
-        one = type(batch)(
-            batch.tokens[:1],
-            batch.positions[row : row + 1],
-            grid.i32([0, 1]),
-            grid.i32([batch.positions[row] + 1]),
-            batch.block_table[s : s + 1],
-            batch.slots[:1],
-            grid.i32([0]),
-        )
+        one = grid.row_of(batch, row)
         ops.begin()
         alone = ops.to_numpy(ops.attention(ops.on_device(q[row : row + 1]), kv, 0, one, shape))
         same &= bool((alone[0] == got[row]).all())

@@ -269,16 +269,7 @@ def test_a_row_of_attention_has_its_bits_alone_in_a_chunk_and_in_a_crowd(
     q = grid.normal(len(batch.positions), shape.heads * shape.head_dim, seed=9)
     crowd = ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, batch, shape))
     for row in (0, 30, 42, 50):
-        s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
-        one = Batch(
-            batch.tokens[:1],
-            batch.positions[row : row + 1],
-            grid.i32([0, 1]),
-            grid.i32([batch.positions[row] + 1]),
-            batch.block_table[s : s + 1],
-            batch.slots[:1],
-            grid.i32([0]),
-        )
+        one = grid.row_of(batch, row)
         ops.begin()
         alone = ops.to_numpy(ops.attention(ops.on_device(q[row : row + 1]), kv, 0, one, shape))
         assert (alone[0] == crowd[row]).all(), row

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import AttentionShape, Batch, KVSpec
+from pageturner.kernels.base import AttentionShape, KVSpec
 from pageturner.kernels.gpu.catalogue import LATENT_KINDS
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.reference import ReferenceOps
@@ -84,16 +84,7 @@ def test_attention_equals_the_reference_and_itself_in_every_batch(
         < (2e-2 if dtype == "bfloat16" else 4e-3) * np.abs(expected).max()
     )
     for row in (0, 20, 22):
-        s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
-        one = Batch(
-            batch.tokens[:1],
-            batch.positions[row : row + 1],
-            grid.i32([0, 1]),
-            grid.i32([batch.positions[row] + 1]),
-            batch.block_table[s : s + 1],
-            batch.slots[:1],
-            grid.i32([0]),
-        )
+        one = grid.row_of(batch, row)
         ops.begin()
         alone = ops.to_numpy(ops.attention(ops.on_device(q[row : row + 1]), kv, 1, one, shape))
         assert (alone[0] == got[row]).all(), row

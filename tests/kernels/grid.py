@@ -235,3 +235,11 @@ def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
     assert np.abs(a - b).max() <= bound * max(
         np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6
     )
+
+
+def row_of(batch: Batch, row: int) -> Batch:
+    """One row of a batch by itself."""
+    s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
+    position = batch.positions[row : row + 1]
+    table, slots = batch.block_table[s : s + 1], batch.slots[:1]
+    return Batch(batch.tokens[:1], position, i32([0, 1]), position + 1, table, slots, i32([0]))

@@ -24,6 +24,13 @@ from pageturner.kernels.reference import ReferenceOps
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
 
+def heads(test: Any) -> Any:
+    """Heads of some kinds and sizes, and shares of greedy rows."""
+    sizes = [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
+    test = pytest.mark.parametrize(("kind", "vocabulary"), sizes)(test)
+    return pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])(test)
+
+
 @pytest.fixture(scope="module", params=ISAS)
 def crowd(request: pytest.FixtureRequest) -> list[NativeOps]:
     return [NativeOps(threads, request.param) for threads in (1, 3)]
@@ -46,10 +53,7 @@ def draw(rows: int, greedy: float) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 70])
-@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(
-    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
-)
+@heads
 def test_choosing_equals_sampling_of_the_logits(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
 ) -> None:
@@ -79,10 +83,7 @@ def allowed(rows: int, vocabulary: int) -> Allowed:
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(
-    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
-)
+@heads
 def test_choosing_of_what_is_allowed_equals_sampling_of_the_logits_without_the_rest(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
 ) -> None:
@@ -218,10 +219,7 @@ def both(
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 70])
-@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(
-    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
-)
+@heads
 def test_edits_are_those_of_the_definition(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int, masked: bool
 ) -> None:
@@ -280,10 +278,7 @@ def logprobs_wanted(rows: int, vocabulary: int) -> LogprobsWanted:
 
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(
-    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
-)
+@heads
 def test_what_is_told_is_that_of_the_definition(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, masked: bool, edited: bool
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from grid import (
-    ISAS,
     batch,
     close,
     fill_kv,
@@ -42,11 +41,6 @@ from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 REFERENCE = ReferenceOps()
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    return NativeOps(2, request.param)
 
 
 # -- elementwise ---------------------------------------------------------------------------------------------

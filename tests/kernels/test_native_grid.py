@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 from grid import (
-    ISAS,
     KINDS,
     batch,
     close,
@@ -36,11 +35,6 @@ from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 REFERENCE = ReferenceOps()
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    return NativeOps(2, request.param)
 
 
 @pytest.mark.parametrize("kind", KINDS)

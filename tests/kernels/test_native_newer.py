@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from grid import (
-    ISAS,
     batch,
     close,
     fill_kv,
@@ -46,11 +45,6 @@ SHAPES = {
     "latent and sinks": replace(LATENT, sinks=SINKS, window=40, chunked=True),
 }
 RUNS = [(0, 1), (3, 1), (0, 19), (250, 9), (511, 1), (530, 30), (17, 1), (600, 1)]
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    return NativeOps(2, request.param)
 
 
 # -- attention -----------------------------------------------------------------------------------------------

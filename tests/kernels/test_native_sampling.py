@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from grid import ISAS, normal, rng
+from grid import normal, rng
 
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas
@@ -12,11 +12,6 @@ from pageturner.kernels.reference import ReferenceOps
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 REFERENCE = ReferenceOps()
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    return NativeOps(2, request.param)
 
 
 def parameters(

@@ -15,7 +15,7 @@ from pageturner.kernels.base import COMPOSED, FEATURES, Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model, open_model
-from support.decoding import Decoding, assert_greedy, assert_logits, backend
+from support.decoding import Decoding, assert_greedy, assert_logits, backend, in_chunks
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 NAMES = [
@@ -133,16 +133,8 @@ def test_batches_and_chunks_do_not_change_a_bit(name: str, ops_name: str) -> Non
     whole = {key: alone.step([(key, tokens)])[0] for key, tokens in sequences.items()}
     for block_size, chunk in ((16, 13), (5, 100)):
         crowd = Decoding(*loaded(name, ops_name), blocks=600 // block_size, block_size=block_size)
-        got: dict[str, list[np.ndarray]] = {key: [] for key in sequences}
-        for start in range(0, len(sequences["longest"]), chunk):
-            parts = [(key, tokens[start : start + chunk]) for key, tokens in sequences.items()]
-            parts = [(key, part) for key, part in parts if part]
-            for (key, _), logits in zip(parts, crowd.step(parts), strict=True):
-                got[key].append(logits)
-        for key, rows in got.items():
-            np.testing.assert_array_equal(
-                np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}"
-            )
+        for key, rows in in_chunks(crowd, sequences, chunk).items():
+            np.testing.assert_array_equal(rows, whole[key], err_msg=f"{key} {chunk}")
 
 
 @pytest.mark.parametrize("name", NAMES)

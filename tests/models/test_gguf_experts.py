@@ -7,7 +7,7 @@ import pytest
 
 from pageturner.formats.gguf import open_gguf
 from pageturner.models.load import load_model
-from support.decoding import Decoding, assert_greedy, assert_logits, backend
+from support.decoding import Decoding, assert_greedy, assert_logits, backend, in_chunks
 from support.smollm2 import GOLDENS
 
 BACKENDS = ["reference", "native"]
@@ -72,13 +72,5 @@ def test_batches_and_chunks_do_not_change_a_bit(model: str, ops_name: str) -> No
         crowd = decoding(
             f"{model}_quant", ops_name, dtype="auto", blocks=200, block_size=block_size
         )
-        got: dict[str, list[np.ndarray]] = {key: [] for key in sequences}
-        for start in range(0, len(sequences["longest"]), chunk):
-            parts = [(key, tokens[start : start + chunk]) for key, tokens in sequences.items()]
-            parts = [(key, part) for key, part in parts if part]
-            for (key, _), logits in zip(parts, crowd.step(parts), strict=True):
-                got[key].append(logits)
-        for key, rows in got.items():
-            np.testing.assert_array_equal(
-                np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}"
-            )
+        for key, rows in in_chunks(crowd, sequences, chunk).items():
+            np.testing.assert_array_equal(rows, whole[key], err_msg=f"{key} {chunk}")

@@ -20,38 +20,7 @@ from support.decoding import Decoding
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 OPS = ReferenceOps()
 
-# Field -> llama.cpp's name. Several fields of one name lie in it one behind the other.
-NAMES = {
-    "embed": "token_embd.weight",
-    "positions": "position_embd.weight",
-    "head": "output.weight",
-    "norm": "output_norm.weight",
-    "norm_bias": "output_norm.bias",
-    "embed_norm": "token_embd_norm.weight",
-    "embed_norm_bias": "token_embd_norm.bias",
-    "attn_norm": "attn_norm.weight",
-    "attn_norm_bias": "attn_norm.bias",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "o": "attn_output.weight",
-    "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "attn_post_norm": "post_attention_norm.weight",
-    "mlp_post_norm": "post_ffw_norm.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "mlp_norm_bias": "ffn_norm.bias",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias",
-    "router": "ffn_gate_inp.weight",
-    "gates": "ffn_gate_exps.weight",
-    "ups": "ffn_up_exps.weight",
-    "downs": "ffn_down_exps.weight",
-}
+# Several fields of one name lie in it one behind the other.
 QKV = {"q": "attn_qkv.weight", "k": "attn_qkv.weight", "v": "attn_qkv.weight"}
 QKV_BIAS = {"q_bias": "attn_qkv.bias", "k_bias": "attn_qkv.bias", "v_bias": "attn_qkv.bias"}
 FUSED = {
@@ -95,7 +64,7 @@ def converted(
     """The model of a folder as llama.cpp's converter would write it, in F32. reorder: what it does to the
     rows of a weight, by its name."""
     file, spec, layout = open_model(folder)
-    names = NAMES | {f"{x}_bias": f"attn_{x}.bias" for x in "qkv"} | FUSED.get(arch, {})
+    names = w.NAMES | {f"{x}_bias": f"attn_{x}.bias" for x in "qkv"} | FUSED.get(arch, {})
     pieces: dict[str, list[np.ndarray]] = {}
 
     def put(name: str, part: Part) -> None:

@@ -26,52 +26,6 @@ FAMILIES = GOLDENS / "families"
 OPS = ReferenceOps()
 Values = dict[str, w.Value]
 
-NAMES = {
-    "embed": "token_embd.weight",
-    "head": "output.weight",
-    "head_bias": "output.bias",
-    "norm": "output_norm.weight",
-    "norm_bias": "output_norm.bias",
-    "attn_norm": "attn_norm.weight",
-    "attn_norm_bias": "attn_norm.bias",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "o": "attn_output.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "attn_post_norm": "post_attention_norm.weight",
-    "mlp_post_norm": "post_ffw_norm.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "mlp_norm_bias": "ffn_norm.bias",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias",
-    "sinks": "attn_sinks.weight",
-    "router": "ffn_gate_inp.weight",
-    "router_bias": "ffn_gate_inp.bias",
-    "gates": "ffn_gate_exps.weight",
-    "ups": "ffn_up_exps.weight",
-    "downs": "ffn_down_exps.weight",
-    "gate_biases": "ffn_gate_exps.bias",
-    "up_biases": "ffn_up_exps.bias",
-    "down_biases": "ffn_down_exps.bias",
-    "choice_bias": "exp_probs_b.bias",
-    "shared_switch": "ffn_gate_inp_shexp.weight",
-    "q_down": "attn_q_a.weight",
-    "query_norm": "attn_q_a_norm.weight",
-    "latent_norm": "attn_kv_a_norm.weight",
-    "q_norms": "attn_q_norm.weight",
-    "k_norms": "attn_k_norm.weight",
-    "k_up": "attn_k_b.weight",
-    "v_up": "attn_v_b.weight",
-}
 SHARED = {f: f"ffn_{f}_shexp.weight" for f in ("gate", "up", "down")}
 OWN: dict[str, dict[str, str]] = {
     "phi3": {
@@ -292,7 +246,7 @@ def neighbours(values: np.ndarray, head_dim: int) -> np.ndarray:
 def pieces_of(folder: Path, arch: str) -> dict[str, list[np.ndarray]]:
     """Tensor name -> what lies in it, one behind the other."""
     file, spec, layout = open_model(folder)
-    names = NAMES | OWN.get(arch, {})
+    names = w.NAMES | OWN.get(arch, {})
     if spec.latent and spec.latent.query:
         names |= {"q": "attn_q_b.weight"}
     pieces: dict[str, list[np.ndarray]] = {}

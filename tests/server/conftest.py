@@ -127,3 +127,15 @@ def _end(server: Server) -> None:
     assert server.process.stderr is not None
     server._reader.join(30)
     server.process.stderr.close()
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream; each says its kind twice."""
+    found = []
+    text = response.text.replace(": keep-alive\n\n", "")
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        first, second = block.split("\n")
+        event = json.loads(second.removeprefix("data: "))
+        assert first == f"event: {event['type']}"
+        found.append(event)
+    return found

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from pageturner.errors import ClientError
@@ -14,7 +13,7 @@ from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.anthropic.messages import MESSAGES
 
 from .bytes_tokenizer import answer
-from .conftest import Server
+from .conftest import Server, named_events
 from .test_openai import SERVED
 
 PATH = "/v1/messages"
@@ -38,18 +37,6 @@ def refusal(**fields: Any) -> ClientError:
     return caught.value
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events; each says its kind twice."""
-    found = []
-    text = response.text.replace(": keep-alive\n\n", "")
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        first, second = block.split("\n")
-        event = json.loads(second.removeprefix("data: "))
-        assert first == f"event: {event['type']}"
-        found.append(event)
-    return found
-
-
 def test_a_message(server: Server) -> None:
     body = {"model": "fake", "messages": HI, "max_tokens": 9}
     response = server.http.post(PATH, json=body, headers={"x-request-id": "one-1"})
@@ -71,7 +58,9 @@ def test_a_message(server: Server) -> None:
 
 
 def test_events_come_in_order(server: Server) -> None:
-    told = events(server.http.post(PATH, json={"messages": HI, "max_tokens": 9, "stream": True}))
+    told = named_events(
+        server.http.post(PATH, json={"messages": HI, "max_tokens": 9, "stream": True})
+    )
     kinds = [event["type"] for event in told]
     assert kinds[:3] == ["message_start", "content_block_start", "ping"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
@@ -96,7 +85,7 @@ def test_why_a_message_ends(server: Server) -> None:
 
     def ends(**fields: Any) -> tuple[Any, ...]:
         whole = server.http.post(PATH, json={"messages": HI, "max_tokens": 40, **fields}).json()
-        streamed = events(
+        streamed = named_events(
             server.http.post(
                 PATH, json={"messages": HI, "max_tokens": 40, "stream": True, **fields}
             )
@@ -223,7 +212,7 @@ def test_errors_have_their_shape(start: Callable[..., Server]) -> None:
         "max_tokens": 9,
         "stream": True,
     }
-    last = events(server.http.post(PATH, json=fails, headers=key))[-1]
+    last = named_events(server.http.post(PATH, json=fails, headers=key))[-1]
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 

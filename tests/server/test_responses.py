@@ -24,7 +24,7 @@ from pageturner.server.api.responses.response_store import (
 from pageturner.server.api.responses.responses import RESPONSES
 
 from .bytes_tokenizer import answer
-from .conftest import Server
+from .conftest import Server, named_events
 from .test_openai import SERVED
 
 PATH = "/v1/responses"
@@ -42,13 +42,7 @@ def ask(server: Server, **fields: Any) -> Any:
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The events; each says its kind twice, and they are numbered."""
-    found = []
-    text = response.text.replace(": keep-alive\n\n", "")
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        first, second = block.split("\n")
-        event = json.loads(second.removeprefix("data: "))
-        assert first == f"event: {event['type']}"
-        found.append(event)
+    found = named_events(response)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 

@@ -171,6 +171,17 @@ def beside(runs: Decoding, truth: dict[str, np.ndarray]) -> tuple[float, int, in
     return worst, equal, tokens
 
 
+def in_chunks(runs: Decoding, sequences: dict[str, list[int]], chunk: int) -> dict[str, np.ndarray]:
+    """The logits of sequences that are computed together, so many tokens of each at a time."""
+    got: dict[str, list[np.ndarray]] = {key: [] for key in sequences}
+    for start in range(0, max(map(len, sequences.values())), chunk):
+        parts = [(key, tokens[start : start + chunk]) for key, tokens in sequences.items()]
+        parts = [(key, part) for key, part in parts if part]
+        for (key, _), logits in zip(parts, runs.step(parts), strict=True):
+            got[key].append(logits)
+    return {key: np.concatenate(rows) for key, rows in got.items()}
+
+
 def assert_logits(runs: Decoding, truth: dict[str, np.ndarray]) -> None:
     """The logits of both recorded prompts, within 1e-4 of their largest."""
     for i in range(2):

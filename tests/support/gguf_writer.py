@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from pageturner.models.spec import ModelSpec
 Value = str | bool | int | float | list[str] | list[int] | list[float]
 Tensor = tuple[int, tuple[int, ...], bytes]  # GGML type number, shape with the columns last, data
 ALIGNMENT = 32
+# field of a layer -> llama.cpp's name
+NAMES: dict[str, str] = json.loads(Path(__file__).with_name("gguf_names.json").read_bytes())
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
 
 
