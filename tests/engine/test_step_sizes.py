@@ -47,6 +47,8 @@ def test_the_budget_is_what_the_machine_computes_in_the_time_of_a_step() -> None
     assert told.max_prefill_beside_decode == 0
     quick = MachineLimits(30.0, 1e5, 1e4)
     assert with_step_sizes(EngineConfig(), NEEDS, quick).token_budget == 512, "at most"
+    mixture = replace(NEEDS, experts=8e7, chosen=0.1)
+    assert with_step_sizes(EngineConfig(), mixture, quick).token_budget == 2048
     many = with_step_sizes(EngineConfig(max_num_seqs=1000), NEEDS, LIMITS)
     assert (many.token_budget, many.slots) == (512, 512), "as before"
 

@@ -235,7 +235,6 @@ def made_layer(ops: Ops, name: str, kind: str) -> Layer:
         made.rope = rope_tables(600, 0, interleaved=False)
         made.attn_temperature = np.linspace(1, 2, 600, dtype=np.float32)
     if name in ("qwen3.5", "dense qwen3.5"):
-        made.native = None
         made.attn_gate = ops.pack_weight(weight(kind, 192, 96, seed=8))
     if name in ("llama4", "gpt-oss", "deepseek", "qwen3.5"):
         made.experts = experts(ops, name, kind)

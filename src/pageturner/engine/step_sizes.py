@@ -21,6 +21,7 @@ from pageturner.telemetry.work import MachineLimits, ModelCosts
 STEP = 0.08  # seconds of a full step
 REACHED = 0.5  # of the limits, by products of steps full of prompts: SmolLM2, 512 tokens in 0.31 s
 STEERED = 0.9  # of its target is where adaptive_chunk begins: what is over it is cut at once
+MIXED = 4 * MAX_TOKENS  # at most, of a mixture, whose experts each see a few of the rows
 PROMPTS = 64  # tokens of prompts beside as many decoding sequences as may run
 BESIDE = 32  # tokens of prompts beside anybody who decodes, at least: reading weights once more is hidden
 MULTIPLE = 32  # of tokens: a rounder number is easier to say
@@ -47,7 +48,8 @@ def with_step_sizes(
         budget = MAX_TOKENS
     elif budget < 0:
         fits = int(STEP / each) // MULTIPLE * MULTIPLE
-        budget = min(max(fits, min(config.max_num_seqs + PROMPTS, MAX_TOKENS)), MAX_TOKENS)
+        most = MIXED if needs.experts else MAX_TOKENS
+        budget = min(max(fits, min(config.max_num_seqs + PROMPTS, MAX_TOKENS)), most)
         beside = max(fits, BESIDE) if beside < 0 else beside
     return replace(
         config,

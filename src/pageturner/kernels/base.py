@@ -189,7 +189,7 @@ class Layer:
     mlp_norm_bias: Weight | None = None
     attn_post_norm: Weight | None = None  # RMSNorm of what attention adds to x (Gemma 2, 3)
     mlp_post_norm: Weight | None = None
-    act: str = "silu"  # one of ACTIVATIONS, or GATED
+    act: str = "silu"  # one of ACTIVATIONS, or GATED, or SQUARED
     experts: Experts | None = None
     latent: Latent | None = None
     wide_qk_norm: bool = (
@@ -211,6 +211,7 @@ class Layer:
     out_scale: float = 1.0  # what comes out of the layer is multiplied by it
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
     native_mlp: Any = field(default=None, repr=False)  # the same for its MLP and experts
+    native_experts: Any = field(default=None, repr=False)  # the same for its experts alone
 
     @property
     def writes(self) -> bool:

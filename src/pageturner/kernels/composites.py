@@ -157,18 +157,27 @@ class Composites:
         return _add_mlp(self, adapted, x, h, layer)
 
     def add_experts(self: Any, x: Array, h: Array, layer: Layer) -> Array:
-        """x plus what its experts make of each row of h, one product per expert for all the rows
-        that chose it. A row meets its experts in ascending order, whoever else is in the batch."""
+        """x plus what the experts that were chosen make of each row of h."""
         e = layer.experts
         assert e is not None
-        ids, weights = _chosen(self, h, layer)
-        if e.norm is not None:
-            h = self.norm(h, e.norm, layer.eps)
-            x = self.scale(_copy(self, h, len(ids)), 0.0)
+        chosen = _chosen(self, h, layer)
+        if e.norm is None:
+            return self.mix_experts(x, h, layer, chosen)
+        h = self.norm(h, e.norm, layer.eps)
+        x = self.scale(_copy(self, h, len(chosen[0])), 0.0)
+        return self.norm(self.mix_experts(x, h, layer, chosen), e.post_norm, layer.eps)
+
+    def mix_experts(self: Any, x: Array, h: Array, layer: Layer, chosen: tuple[I32, F32]) -> Array:
+        """x plus what the experts make of each row of h, one product per expert for all the rows
+        that chose it. A row meets its experts in ascending order, whoever else is in the batch.
+        chosen: ids, which ascend in a row, and weights, both [T, top_k]."""
+        e = layer.experts
+        assert e is not None
+        ids, weights = chosen
         for expert in np.unique(ids):
-            chosen, column = np.nonzero(ids == expert)
-            rows = chosen.astype(np.int32)
-            mine, weight = self.take_rows(h, rows), weights[chosen, column]
+            found, column = np.nonzero(ids == expert)
+            rows = found.astype(np.int32)
+            mine, weight = self.take_rows(h, rows), weights[found, column]
             if e.weigh_input:
                 mine = self.scale_rows(mine, weight, np.arange(len(rows), dtype=np.int32))
                 weight = np.ones_like(weight)
@@ -180,7 +189,7 @@ class Composites:
                 inner = _activated(self, inner, layer.act)
             y = self.linear(inner, e.down[expert], _of(e.down_bias, expert))
             x = self.add_rows(x, y, rows, weight)
-        return x if e.norm is None else self.norm(x, e.post_norm, layer.eps)
+        return x
 
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)

@@ -22,6 +22,7 @@ from pageturner.errors import EngineFault
 from pageturner.formats.ggml import FLOATS, GROUP, ROUNDED, WIDENED, dequantise, table_of, unpack
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32, Tensor
+from pageturner.models.recurrent_weights import EXACT
 
 QUANTIZATIONS = ("none", "int8", "int4")
 BYTES_PER_GROUP = {"int8": 34, "int4": 20}
@@ -38,7 +39,7 @@ def quantisable(kind: str, shape: tuple[int, ...]) -> bool:
 def quantization_of(field: str, quantization: str) -> str:
     """The quantization of the weight of this name (see models/names.py), where `quantization` is
     asked for."""
-    if field in ("router", "positions", "a", "b"):
+    if field in ("router", "positions", *EXACT):
         return "none"
     return "int8" if quantization == "int4" and field in ("embed", "head") else quantization
 

@@ -23,7 +23,8 @@ class SchedulerConfig:
     max_num_seqs: int = option(64, "most sequences running at once", least=1)
     max_num_batched_tokens: int = option(
         -1,
-        "most tokens in one step; 0: no limit; below 0: what this machine computes in 0.08 s, at most 512",
+        "most tokens in one step; 0: no limit; below 0: what this machine computes in 0.08 s, at most 512"
+        " (2,048 of a mixture of experts)",
         least=-1,
     )
     max_prefill_beside_decode: int = option(

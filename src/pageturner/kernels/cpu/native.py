@@ -52,7 +52,9 @@ _SOURCES = [  # in the order of pt::Source
 ]  # fmt: skip
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
-_COMPOSED_MLPS = frozenset({"parallel", "expert_choice", "expert_norms", "one_part", "factors"})
+_COMPOSED_MLPS = frozenset(
+    {"parallel", "expert_choice", "expert_norms", "shared_switch", "one_part", "factors"}
+)
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
@@ -373,6 +375,9 @@ class NativeOps(Composites):
     def prepare_layer(self, layer: Layer) -> None:
         """Attach the C++ view of the layer, which borrows its weights, or of what C++ computes of
         it."""
+        layer.native = layer.native_mlp = layer.native_experts = None
+        if layer.experts is not None:
+            layer.native_experts = views.experts_view(layer)
         if not layer.needs & COMPOSED:
             layer.native = layer.native_mlp = views.layer_view(layer)
         elif not layer.needs & _COMPOSED_MLPS:
@@ -411,19 +416,24 @@ class NativeOps(Composites):
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
         """x + what MLP and experts make of norm(x), written into x [T, d]: one native call."""
-        if layer.native_mlp is None or views.experts_alone(layer):
+        if layer.native_mlp is None:
             x = super().mlp_block(x, layer)
         else:
             self._engine.mlp_block(x, layer.native_mlp)
         return x
 
     def add_experts(self, x: F32, h: F32, layer: Layer) -> F32:
-        """x plus what its experts make of h: one native call beside an MLP with a switch, which is
-        added to x later, so that h is the norm of x."""
-        if layer.native_mlp is None or not views.experts_alone(layer):
+        """x plus what its experts make of h, written into x: one native call, if C++ chooses."""
+        e = layer.experts
+        if e is None or e.choice or e.norm is not None or e.out_scales is not None:
             x = super().add_experts(x, h, layer)
         else:
-            self._engine.mlp_block(x, layer.native_mlp)
+            self._engine.add_experts(x, h, layer.native_experts, None, None)
+        return x
+
+    def mix_experts(self, x: F32, h: F32, layer: Layer, chosen: tuple[I32, F32]) -> F32:
+        """x plus what experts chosen before make of h, written into x: one native call."""
+        self._engine.add_experts(x, h, layer.native_experts, *chosen)
         return x
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:

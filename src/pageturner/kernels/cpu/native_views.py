@@ -18,6 +18,7 @@ from pageturner.kernels.base import (
     F32,
     GATED,
     KV_TYPES,
+    SQUARED,
     AttentionShape,
     Batch,
     Layer,
@@ -27,6 +28,7 @@ from pageturner.kernels.choosing import Head
 from pageturner.kernels.cpu.native_module import module
 from pageturner.kernels.recurrent import Place
 
+_ACTS = (*ACTIVATIONS, GATED, SQUARED)  # in the order of pt::Act
 _HEAD, _EMBED = -1, -2  # in place of a layer's number
 _LAYER_PARTS = (
     "attn_norm",
@@ -102,51 +104,39 @@ def joined(x: F32, y: F32, heads: int) -> F32:
 
 def layer_view(layer: Layer) -> Any:
     """The C++ view of a layer."""
-    s, e, m = layer.shape, layer.experts, layer.latent
+    s, m = layer.shape, layer.latent
     parts = {n: getattr(layer, n) for n in _LAYER_PARTS} | {"temper": layer.attn_temperature}
     numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
     options = {"window": s.window, "chunked": s.chunked, "soft_cap": s.soft_cap}
-    options |= {"act": (*ACTIVATIONS, GATED).index(layer.act), "wide_norm": layer.wide_qk_norm}
+    options |= {"act": _ACTS.index(layer.act), "wide_norm": layer.wide_qk_norm}
     tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
-    experts = e and (
-        e.router,
-        e.gate,
-        e.up,
-        e.down,
-        e.top_k,
-        e.normalise,
-        e.scoring == "sigmoid",
-        e.scale,
-        e.weigh_input,
-        e.router_bias,
-        e.gate_bias,
-        e.up_bias,
-        e.down_bias,
-    )
     latent = m and (m.q_rope, m.k_rope, m.norm, m.k_up, m.v_up)
     own = {
         "slopes": vector(s.slopes),
         "sinks": vector(s.sinks),
-        "experts": experts,
+        "experts": layer.native_experts,
         "latent": latent,
     }
     return module().make_layer({**parts, **numbers, **options, **tables, **own})
 
 
-def experts_alone(layer: Layer) -> bool:
-    """True if `mlp_view` has the experts of the layer, but not the MLP beside them."""
-    return layer.experts is not None and layer.experts.shared_switch is not None
+def experts_view(layer: Layer) -> Any:
+    """The C++ view of the experts of a layer."""
+    e = layer.experts
+    assert e is not None
+    matrices = (e.router, e.gate, e.up, e.down)
+    numbers = (e.top_k, e.normalise, e.scoring == "sigmoid", e.scale, e.weigh_input)
+    biases = (e.router_bias, e.gate_bias, e.up_bias, e.down_bias)
+    return module().make_experts((*matrices, *numbers, *biases, _ACTS.index(layer.act)))
 
 
 def mlp_view(layer: Layer) -> Any:
-    """The C++ view of a layer of which C++ computes the MLP and the experts, or the experts alone
-    where the MLP has a switch. Matrices that fit stand in the place of attention's."""
+    """The C++ view of a layer of which C++ computes the MLP and the experts. Matrices that fit
+    stand in the place of attention's."""
     e = layer.experts
     up, down = (layer.up, layer.down) if e is None else (e.up[0], e.down[0])
     shape = AttentionShape(heads=1, kv_heads=1, head_dim=up.shape[0], scale=1.0)
-    absent = ["q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature", "latent"]
-    if experts_alone(layer):
-        absent += ["gate", "up", "down", "up_bias", "down_bias"]
+    absent = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature", "latent")
     parts: dict[str, Any] = dict.fromkeys(absent)
     return layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, **parts))
 

@@ -52,6 +52,12 @@ struct Layer {
   std::vector<nb::object> owners;
 };
 
+// A mixture of experts, and its parts.
+struct Experts {
+  pt::ExpertsView view{};
+  nb::tuple owners;
+};
+
 // A decoder below its head that does the same.
 struct Stack {
   pt::StackView view{};
@@ -196,40 +202,61 @@ std::vector<const float*> vectors(nb::handle tuple, size_t count, int n) {
   return list;
 }
 
-// Experts given as (router, gates, ups, downs, top_k, normalise, sigmoid, scale, weigh_input, router_bias,
-// gate_biases, up_biases, down_biases); their objects live as long as the tuple does.
-pt::ExpertsView experts_of(nb::tuple t, int hidden) {
-  check(t.size() == 13, "experts: thirteen parts");
-  pt::ExpertsView e{&nb::cast<const pt::Weight&>(t[0]).matrix,
-                    matrices(t[1]),
-                    matrices(t[2]),
-                    matrices(t[3]),
-                    nb::cast<int>(t[4]),
-                    nb::cast<bool>(t[5]),
-                    nb::cast<bool>(t[6]),
-                    nb::cast<bool>(t[8]),
-                    nb::cast<float>(t[7])};
+// From (router, gates, ups, downs, top_k, normalise, sigmoid, scale, weigh_input, router_bias, gate_biases,
+// up_biases, down_biases, act).
+std::unique_ptr<Experts> make_experts(nb::tuple t) {
+  check(t.size() == 14, "experts: fourteen parts");
+  auto made = std::make_unique<Experts>();
+  pt::ExpertsView& e = made->view;
+  made->owners = t, e.router = &nb::cast<const pt::Weight&>(t[0]).matrix;
+  e.gate = matrices(t[1]), e.up = matrices(t[2]), e.down = matrices(t[3]);
+  e.top_k = nb::cast<int>(t[4]), e.normalise = nb::cast<bool>(t[5]), e.sigmoid = nb::cast<bool>(t[6]);
+  e.scale = nb::cast<float>(t[7]), e.weigh_input = nb::cast<bool>(t[8]);
+  e.act = act_of(nb::cast<int>(t[13]), pt::Act::SquaredRelu);
   const size_t count = e.up.size();
   if (!t[9].is_none()) {
     const Vec bias = nb::cast<Vec>(t[9], false);
     check(bias.size() == count, "experts: a bias of another length");
     e.router_bias = bias.data();
   }
-  check(count > 0 && e.gate.size() == count && e.down.size() == count, "experts: one is incomplete");
-  check(e.router->n == int(count) && e.router->k == hidden, "router: does not fit the experts");
+  check(count > 0 && e.down.size() == count, "experts: one is incomplete");
+  check(e.gate.size() == (e.gate.empty() ? 0 : count), "experts: a gate is missing");
+  check(!e.gate.empty() || e.act != pt::Act::ClampedSwiglu, "experts: an activation that wants a gate");
+  check(e.router->n == int(count), "router: does not fit the experts");
   check(e.top_k > 0 && e.top_k <= int(count), "experts: top_k of them must be there");
-  const int inner = e.up[0]->n;
+  const int inner = e.up[0]->n, hidden = e.router->k;
   in_place(e.router, "router: columns in an order of their own");
-  for (size_t i = 0; i < count; i++) {
-    for (const pt::Matrix* m : {e.gate[i], e.up[i], e.down[i]})
+  const auto each = [&](const std::vector<const pt::Matrix*>& list, int n, int k) {
+    for (const pt::Matrix* m : list) {
       in_place(m, "experts: columns in an order of their own");
-    check(e.gate[i]->n == inner && e.gate[i]->k == hidden, "experts: shapes differ");
-    check(e.up[i]->n == inner && e.up[i]->k == hidden, "experts: shapes differ");
-    check(e.down[i]->n == hidden && e.down[i]->k == inner, "experts: shapes differ");
-  }
-  e.gate_bias = vectors(t[10], count, inner), e.up_bias = vectors(t[11], count, inner);
+      check(m->n == n && m->k == k, "experts: shapes differ");
+    }
+  };
+  each(e.gate, inner, hidden), each(e.up, inner, hidden), each(e.down, hidden, inner);
+  e.gate_bias = vectors(t[10], e.gate.size(), inner), e.up_bias = vectors(t[11], count, inner);
   e.down_bias = vectors(t[12], count, hidden);
-  return e;
+  return made;
+}
+
+// ids and weights: of each row, or none, where the router chooses.
+void add_experts(pt::Engine& e, Mat x, ConstMat h, const Experts& experts, std::optional<ConstInts2> ids,
+                 std::optional<ConstMat> weights) {
+  const pt::ExpertsView& view = experts.view;
+  const size_t count = x.shape(0), k = size_t(view.top_k);
+  check(int(x.shape(1)) == view.router->k && h.shape(0) == count && h.shape(1) == x.shape(1),
+        "experts: rows of another shape");
+  check(bool(ids) == bool(weights), "experts: ids and weights");
+  if (ids)
+    check(
+        ids->shape(0) == count && ids->shape(1) == k && weights->shape(0) == count && weights->shape(1) == k,
+        "experts: ids and weights for each row");
+  for (size_t i = 0; ids && i < count * k; i++) {
+    const int32_t id = ids->data()[i];
+    check(id >= 0 && id < int(view.up.size()), "experts: no such expert");
+    check(i % k == 0 || ids->data()[i - 1] < id, "experts: ids of a row ascend");
+  }
+  nb::gil_scoped_release release;
+  e.add_experts(rows(x), h.data(), view, ids ? ids->data() : nullptr, weights ? weights->data() : nullptr);
 }
 
 // A latent KV given as (q_rope, k_rope, norm, k_ups, v_ups), which has to fit the layer.
@@ -286,7 +313,7 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   v.wide_norm = nb::cast<bool>(d["wide_norm"]), v.residual = nb::cast<float>(d["residual"]);
   v.kv_heads = nb::cast<int>(d["kv_heads"]), v.head_dim = nb::cast<int>(d["head_dim"]);
   v.eps = nb::cast<float>(d["eps"]), v.interleaved = nb::cast<bool>(d["interleaved"]);
-  v.act = act_of(nb::cast<int>(d["act"]), pt::Act::ClampedSwiglu);
+  v.act = act_of(nb::cast<int>(d["act"]), pt::Act::SquaredRelu);
   check(v.kv_heads > 0 && heads % v.kv_heads == 0, "heads: not a multiple of kv_heads");
   const int q_cols = heads * v.head_dim, kv_cols = v.kv_heads * v.head_dim;
   const nb::object latent = keep("latent");
@@ -326,7 +353,10 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   }
   if (!plain) v.latent = latent_of(nb::cast<nb::tuple>(latent), v);
   const nb::object experts = keep("experts");
-  if (!experts.is_none()) v.experts = experts_of(nb::cast<nb::tuple>(experts), hidden);
+  if (!experts.is_none()) {
+    v.experts = nb::cast<const Experts&>(experts).view;
+    check(v.experts.router->k == hidden, "experts: another width than the layer");
+  }
   return l;
 }
 
@@ -675,6 +705,7 @@ NB_MODULE(_native, m) {
           },
           nb::rv_policy::reference_internal);
   nb::class_<Layer>(m, "Layer");
+  nb::class_<Experts>(m, "Experts");
   nb::class_<Stack>(m, "Stack");
   nb::class_<Batch>(m, "Batch")
       .def(
@@ -693,6 +724,7 @@ NB_MODULE(_native, m) {
   });
   m.def("attention_shares", &attention_shares);
   m.def("make_layer", &make_layer);
+  m.def("make_experts", &make_experts);
   m.def("make_stack", &make_stack);
   bind_adapters(m);
   bind_recurrent(m);
@@ -834,6 +866,8 @@ NB_MODULE(_native, m) {
             e.mlp_block(rows(x), l);
           },
           nb::arg().noconvert(), nb::arg())
+      .def("add_experts", &add_experts, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg().none(),
+           nb::arg().none())
       .def(
           "logits",
           [](pt::Engine& e, ConstMat x, nb::tuple head, Mat out, nb::object adapters) {

@@ -358,6 +358,11 @@ void activate(Act act, const float* x, int n, float* out) {
       });
     case Act::Relu: return map(x, n, out, [](VF v) { return v < 0.0f ? VF{} : v; });
     case Act::ClampedSwiglu: return;  // is none of one number
+    case Act::SquaredRelu:
+      return map(x, n, out, [](VF v) {
+        const VF positive = v < 0.0f ? VF{} : v;
+        return positive * positive;
+      });
   }
 }
 

@@ -164,8 +164,9 @@ struct Acts {
 
 enum class Write { Store, Add };
 
-// The order is that of ACTIVATIONS in base.py, and GATED behind them, which is of a gate and an up.
-enum class Act : int { Silu, Gelu, GeluTanh, Relu, ClampedSwiglu };
+// The order is that of ACTIVATIONS in base.py, and behind them GATED, which is of a gate and an up, and
+// SQUARED.
+enum class Act : int { Silu, Gelu, GeluTanh, Relu, ClampedSwiglu, SquaredRelu };
 
 // The first half of an MLP: h = act(gate x + gate_bias) * (up x + bias), or act(up x + bias) where there is
 // no gate. more: of up and of gate, what rows of their own add to these before the activation, null for

@@ -216,8 +216,9 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
   const uint8_t* head = nullptr;
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
     enter_block<kind>(g, 0, p, head);
-    for (size_t i = 0; i < 2 * group_bytes(kind); i += 64)
-      _mm_prefetch((const char*)p + kAhead + i, _MM_HINT_T0);
+    for (size_t i = 0; i < 2 * group_bytes(kind);
+         i += 64)  // few rows wait for memory, and L1 holds too little
+      _mm_prefetch((const char*)p + kAhead + i, R <= 2 ? _MM_HINT_T1 : _MM_HINT_T0);
     const size_t at = acts.at(row, g);
     if constexpr (two_scales(kind)) {
       add_part<R, bits, kind, 2, 0>(f, p, head, acts, at);

@@ -1,13 +1,18 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <type_traits>
 
 namespace pt {
 namespace {
 
 // Rows of the widest product (the MLP) whose intermediate results are kept at once.
 constexpr int kRowSlice = 512;
+// The same of experts, of which each has a few of the rows; and how many pairs of a row and an expert.
+constexpr int kExpertRows = 2048, kPairs = 4096;
+constexpr size_t kAsked = 10 * 1024;  // bytes of weights: the kernels themselves ask for those behind
 
 // Pieces of panels, of which some kernels take two.
 int panel_grain(int panels, int threads) { return 2 * grain_of(panels / 2, threads); }
@@ -375,9 +380,26 @@ void Engine::mlp_block(Rows x, const LayerView& l) {
 
 void Engine::feed_forward(Rows x, const LayerView& l, const Segments* adapters, int layer) {
   if (!l.experts.router) return dense(x, l, adapters, layer);
-  for (int start = 0; start < x.count; start += kRowSlice) {
+  for (int start = 0; start < x.count; start += kExpertRows) {
     arena_.reset();
-    experts_slice({x.data + size_t(start) * x.cols, std::min(kRowSlice, x.count - start), x.cols}, l);
+    experts_slice({x.data + size_t(start) * x.cols, std::min(kExpertRows, x.count - start), x.cols}, l);
+  }
+}
+
+void Engine::add_experts(Rows x, const float* h, const ExpertsView& e, const int32_t* ids,
+                         const float* weights) {
+  std::lock_guard lock(one_call_);
+  for (int start = 0; start < x.count; start += kExpertRows) {
+    arena_.reset();
+    const size_t at = size_t(start) * x.cols, pair = size_t(start) * e.top_k;
+    const Rows slice{x.data + at, std::min(kExpertRows, x.count - start), x.cols};
+    const float* seen = h + at;
+    if (h == x.data) {  // they are written to before all experts have seen them
+      float* copy = arena_.take<float>(size_t(slice.count) * x.cols);
+      std::copy_n(seen, size_t(slice.count) * x.cols, copy);
+      seen = copy;
+    }
+    mix_experts(slice, seen, e, ids ? ids + pair : nullptr, ids ? weights + pair : nullptr);
   }
 }
 
@@ -423,28 +445,57 @@ void Engine::dense_slice(Rows x, const Acts& in, const Acts& mid, float* behind,
   if (behind) add_behind(x, behind, l.mlp_post_norm, l);
 }
 
-// f(expert, first row, end, first panel, end) for the rows starts[e] .. starts[e + 1] - 1 of every expert, as
-// one phase. All of their matrices have as many panels.
-template <class F>
-void Engine::each_expert(const int* starts, int experts, int panels, const F& f) {
+// f(rows of an expert, first panel, end) for all of them, as one phase. Matrices have as many panels. Each
+// thread has experts that follow each other; near the end of one it asks for the weights of the next,
+// of(expert).
+template <class Of, class F>
+void Engine::each_expert(const std::vector<ExpertRows>& list, int panels, const Of& of, const F& f) {
   const int grain = 2 * std::max(1, panels / 2 / pool_.size()), pieces = (panels + grain - 1) / grain;
-  pool_.split(experts * pieces, 1, [&](int i, int, int) {
-    const int e = i / pieces, p0 = i % pieces * grain;
-    if (starts[e] < starts[e + 1]) f(e, starts[e], starts[e + 1], p0, std::min(p0 + grain, panels));
+  const int count = int(list.size()) * pieces;
+  pool_.split(count, 1, [&](int i, int, int) {
+    i = piece_of(i, count, 1, pool_.size());
+    const int p0 = i % pieces * grain, p1 = std::min(p0 + grain, panels);
+    const ExpertRows &mine = list[i / pieces], *next = &list[std::min(i + 1, count - 1) / pieces];
+    if (next == &mine) return f(mine, p0, p1);
+    const int cut = std::max(p0, (p1 - 1) / 2 * 2);
+    if (p0 < cut) f(mine, p0, cut);
+    for (const Matrix* m : of(next->expert))
+      for (size_t at = 0; m && at < std::min(kAsked, m->panel_bytes * m->panels()); at += 64)
+        __builtin_prefetch(m->data + at, 0, 2);
+    f(mine, cut, p1);
   });
 }
 
-// Every pair of a row and an expert it chose is a row of the products; pairs lie expert by expert.
+// Row i of `to` is row rows[i] of `from`; both have the same forms.
+void Engine::gather(const Acts& from, const int* rows, int count, const Acts& to) {
+  const auto copy = [](const auto* source, size_t a, auto* target, size_t b, size_t n) {
+    using T = std::remove_const_t<std::remove_reference_t<decltype(*source)>>;
+    if (source) std::memcpy(const_cast<T*>(target) + b, source + a, n * sizeof(T));
+  };
+  if (from.f32)
+    pool_.split(count, grain_of(count, pool_.size()), [&](int r0, int r1, int) {
+      for (int r = r0; r < r1; r++)
+        copy(from.f32, size_t(rows[r]) * from.k, to.f32, size_t(r) * to.k, from.k);
+    });
+  const int groups = from.scale ? from.k / kGroup : 0;
+  pool_.split(groups, grain_of(groups, pool_.size()), [&](int g0, int g1, int) {
+    for (int g = g0; g < g1; g++)
+      for (int term = 0; term < from.terms(); term++)
+        for (int r = 0; r < count; r++) {
+          const size_t a = from.at(rows[r] + term * from.rows, g), b = to.at(r + term * to.rows, g);
+          copy(from.q8, a * kGroup, to.q8, b * kGroup, kGroup);
+          copy(from.q16, a * kGroup, to.q16, b * kGroup, kGroup);
+          copy(from.scale, a, to.scale, b, 1), copy(from.sum, a, to.sum, b, 1);
+          copy(from.offset, a, to.offset, b, 1), copy(from.half, a, to.half, b, 1);
+          if (term) continue;
+          copy(from.words, from.words_at(rows[r], g), to.words, to.words_at(r, g), from.words_at(1, 0));
+          copy(from.whole, a, to.whole, b, 1);
+        }
+  });
+}
+
 void Engine::experts_slice(Rows x, const LayerView& l) {
-  const ExpertsView& e = l.experts;
-  const int experts = int(e.up.size()), k = e.top_k, d = x.cols, inner = e.up[0]->n, pairs = x.count * k;
-  unsigned in_forms = 0, mid_forms = 0;
-  for (int i = 0; i < experts; i++) {
-    in_forms |= kernels_.form(*e.gate[i]) | kernels_.form(*e.up[i]);
-    mid_forms |= kernels_.form(*e.down[i]);
-  }
-  const Acts to_router = take_acts(x.count, d, kernels_.form(*e.router));
-  const Acts in = take_acts(pairs, d, in_forms), mid = take_acts(pairs, inner, mid_forms);
+  const int d = x.cols;
   Acts shared_in, shared_mid;
   float* behind = nullptr;
   if (l.up) {
@@ -456,69 +507,113 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   // Of each rank its part of what is added, in one sum with that of a shared MLP, unless that has more behind
   // it than the sum.
   const Rows part{ranks_ ? arena_.take<float>(size_t(x.count) * d) : x.data, x.count, d};
-  float* weighed = e.weigh_input ? arena_.take<float>(size_t(pool_.size()) * d) : nullptr;
   float* h = arena_.take<float>(size_t(x.count) * d);
-  float* scores = arena_.take<float>(size_t(x.count) * experts);
-  float* weights = arena_.take<float>(pairs);
-  float* out = arena_.take<float>(size_t(pairs) * d);
-  int32_t* ids = arena_.take<int32_t>(pairs);
-  int* place = arena_.take<int>(pairs);         // of pair row * k + i among those sorted by expert
-  int* starts = arena_.take<int>(experts + 1);  // first place of each expert
-  const auto each_pair = [&](const auto& f) {
-    pool_.split(pairs, grain_of(pairs, pool_.size()), [&](int p0, int p1, int thread) {
-      for (int p = p0; p < p1; p++) f(p, thread);
-    });
-  };
-
   each_row(x, [&](int r, const float* row) {
     float* to = h + size_t(r) * d;
     if (l.mlp_norm)
       normed(row, l.mlp_norm, l.mlp_norm_bias, l.eps, d, to);
     else
       std::copy_n(row, d, to);
-    activate(to_router, r, to);
     if (l.up) activate(shared_in, r, to);
   });
   if (ranks_) std::fill_n(part.data, size_t(part.count) * d, 0.0f);
   if (l.up) dense_slice(behind ? x : part, shared_in, shared_mid, behind, l, {}, {});
-  const Product route{e.router, {scores, experts, e.router_bias}};
-  products(to_router, x.count, &route, 1);
-  each_row(x, [&](int r, const float*) {
-    float* mine = weights + size_t(r) * k;
-    kernels_.route(scores + size_t(r) * experts, experts, k, e.normalise, e.sigmoid, ids + size_t(r) * k,
-                   mine);
-    for (int i = 0; e.scale != 1 && i < k; i++) mine[i] *= e.scale;
-  });
-  std::fill(starts, starts + experts + 1, 0);
-  for (int p = 0; p < pairs; p++) starts[ids[p] + 1]++;
-  for (int i = 0; i < experts; i++) starts[i + 1] += starts[i];
-  for (int p = 0; p < pairs; p++) place[p] = starts[ids[p]]++;
-  for (int i = experts; i > 0; i--) starts[i] = starts[i - 1];
-  starts[0] = 0;
-
-  each_pair([&](int p, int thread) {
-    const float* row = h + size_t(p / k) * d;
-    float* to = weighed + size_t(thread) * d;
-    for (int c = 0; weighed && c < d; c++) to[c] = row[c] * weights[p];
-    activate(in, place[p], weighed ? to : row);
-  });
-  const auto bias = [](const std::vector<const float*>& list, int i) {
-    return list.empty() ? nullptr : list[i];
-  };
-  each_expert(starts, experts, e.up[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
-    kernels_.hidden({e.gate[i], e.up[i], bias(e.up_bias, i), l.act, bias(e.gate_bias, i)}, in, r0, r1, p0, p1,
-                    mid);
-  });
-  each_expert(starts, experts, e.down[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
-    kernels_.gemm(*e.down[i], mid, r0, r1, p0, p1, {out, d, bias(e.down_bias, i)});
-  });
-  each_row(part, [&](int r, float* row) {  // in ascending order of experts, as `route` gives them
-    for (int p = r * k; p < (r + 1) * k; p++)
-      kernels_.add_scaled(out + size_t(place[p]) * d, weighed ? 1.0f : weights[p], d, row);
-  });
+  mix_experts(part, h, l.experts, nullptr, nullptr);
   if (!ranks_) return;
   ranks_->sum(part.data, size_t(part.count) * d);
   each_row(x, [&](int r, float* row) { kernels_.add(row, part.data + size_t(r) * d, d, row); });
+}
+
+// Every pair of a row and an expert it chose is a row of the products; pairs lie expert by expert, and are
+// computed in parts of at most kPairs.
+void Engine::mix_experts(Rows x, const float* h, const ExpertsView& e, const int32_t* ids,
+                         const float* weights) {
+  const int experts = int(e.up.size()), k = e.top_k, d = x.cols, inner = e.up[0]->n, pairs = x.count * k;
+  const int room = std::min(pairs, kPairs);
+  unsigned in_forms = 0, mid_forms = 0;
+  for (const auto* list : {&e.gate, &e.up})
+    for (const Matrix* m : *list) in_forms |= kernels_.form(*m);
+  for (const Matrix* m : e.down) mid_forms |= kernels_.form(*m);
+  if (x.count < kWordsFrom) in_forms &= ~kWords, mid_forms &= ~kWords;
+  Acts once, to_router;  // of each row
+  if (!e.weigh_input) once = take_acts(x.count, d, in_forms & ~kFloat);
+  if (in_forms & kFloat) once.k = d, once.f32 = h;
+  const Rows rows{const_cast<float*>(h), x.count, d};
+  if (!ids) {
+    const unsigned form = kernels_.form(*e.router);
+    to_router = take_acts(x.count, d, form & ~kFloat);
+    if (form & kFloat) to_router.f32 = h;
+    float* scores = arena_.take<float>(size_t(x.count) * experts);
+    float* chosen_weights = arena_.take<float>(pairs);
+    int32_t* chosen = arena_.take<int32_t>(pairs);
+    if (to_router.scale) each_row(rows, [&](int r, const float* row) { activate(to_router, r, row); });
+    const Product route{e.router, {scores, experts, e.router_bias}};
+    products(to_router, x.count, &route, 1);
+    each_row(rows, [&](int r, const float*) {
+      float* mine = chosen_weights + size_t(r) * k;
+      kernels_.route(scores + size_t(r) * experts, experts, k, e.normalise, e.sigmoid, chosen + size_t(r) * k,
+                     mine);
+      for (int i = 0; e.scale != 1 && i < k; i++) mine[i] *= e.scale;
+    });
+    ids = chosen, weights = chosen_weights;
+  }
+  if (once.scale) each_row(rows, [&](int r, const float* row) { activate(once, r, row); });
+
+  int* place = arena_.take<int>(pairs);         // of pair row * k + i among those sorted by expert
+  int* sorted = arena_.take<int>(pairs);        // the pair at each place, at last its row
+  int* starts = arena_.take<int>(experts + 1);  // first place of each expert
+  int* added = arena_.take<int>(x.count);       // how many experts of a row are
+  std::fill(starts, starts + experts + 1, 0), std::fill_n(added, x.count, 0);
+  for (int p = 0; p < pairs; p++) starts[ids[p] + 1]++;
+  for (int i = 0; i < experts; i++) starts[i + 1] += starts[i];
+  for (int p = 0; p < pairs; p++) place[p] = starts[ids[p]]++, sorted[place[p]] = p;
+  for (int i = experts; i > 0; i--) starts[i] = starts[i - 1];
+  starts[0] = 0;
+
+  const Acts in = take_acts(room, d, in_forms), mid = take_acts(room, inner, mid_forms);
+  float* out = arena_.take<float>(size_t(room) * d);
+  float* weighed = e.weigh_input ? arena_.take<float>(size_t(pool_.size()) * d) : nullptr;
+  const auto bias = [](const std::vector<const float*>& list, int i) {
+    return list.empty() ? nullptr : list[i];
+  };
+  const auto gate = [&](int i) { return e.gate.empty() ? nullptr : e.gate[i]; };
+  for (int first = 0, end; first < experts; first = end) {
+    for (end = first + 1; end < experts && starts[end + 1] - starts[first] <= kPairs;) end++;
+    const int base = starts[first], count = starts[end] - base;
+    experts_.clear();
+    for (int i = first; i < end; i++)
+      if (starts[i] < starts[i + 1]) experts_.push_back({i, starts[i] - base, starts[i + 1] - base});
+    if (weighed)
+      pool_.split(count, grain_of(count, pool_.size()), [&](int i0, int i1, int thread) {
+        float* to = weighed + size_t(thread) * d;
+        for (int i = i0; i < i1; i++) {
+          const int p = sorted[base + i];
+          for (int c = 0; c < d; c++) to[c] = h[size_t(p / k) * d + c] * weights[p];
+          activate(in, i, to);
+        }
+      });
+    for (int i = 0; i < count && !weighed; i++) sorted[base + i] /= k;
+    if (!weighed) gather(once, sorted + base, count, in);
+    each_expert(
+        experts_, e.up[0]->panels(), [&](int i) { return std::array{e.up[i], gate(i)}; },
+        [&](const ExpertRows& r, int p0, int p1) {
+          const int i = r.expert;
+          kernels_.hidden({gate(i), e.up[i], bias(e.up_bias, i), e.act, bias(e.gate_bias, i)}, in, r.begin,
+                          r.end, p0, p1, mid);
+        });
+    each_expert(
+        experts_, e.down[0]->panels(), [&](int i) { return std::array{e.down[i]}; },
+        [&](const ExpertRows& r, int p0, int p1) {
+          kernels_.gemm(*e.down[r.expert], mid, r.begin, r.end, p0, p1,
+                        {out, d, bias(e.down_bias, r.expert)});
+        });
+    each_row(x, [&](int r, float* row) {  // in ascending order of experts, as the ids of a row are
+      for (int& i = added[r]; i < k && ids[size_t(r) * k + i] < end; i++) {
+        const size_t p = size_t(r) * k + i;
+        kernels_.add_scaled(out + size_t(place[p] - base) * d, weighed ? 1.0f : weights[p], d, row);
+      }
+    });
+  }
 }
 
 void Engine::logits(Rows x, const HeadView& head, float* out, const AdapterView* const* adapters) {

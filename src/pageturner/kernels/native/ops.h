@@ -55,8 +55,8 @@ struct BatchView {
   int tokens, sequences, table_width;
 };
 
-// A mixture of gated MLPs; index e of each vector is expert e. Without a router there is none. Weights are
-// times `scale`, and of what goes in with `weigh_input`; biases are absent where their vectors are empty.
+// A mixture of MLPs; index e of each vector is expert e. Without a router there is none. Weights are times
+// `scale`, and of what goes in with `weigh_input`; gates and biases are absent where their vectors are empty.
 struct ExpertsView {
   const Matrix* router = nullptr;
   std::vector<const Matrix*> gate, up, down;
@@ -65,6 +65,7 @@ struct ExpertsView {
   float scale = 1;
   const float* router_bias = nullptr;
   std::vector<const float*> gate_bias, up_bias, down_bias;
+  Act act = Act::Silu;
 };
 
 // What attention over a latent KV has beside q and k (kernels.layer_parts.Latent). Without q_rope there is
@@ -245,6 +246,9 @@ class Engine {
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
   void mlp_block(Rows x, const LayerView&);  // or the experts in its place
+  // x += what the experts of each row make of its row of h, which may be x. ids and weights [rows, top_k]:
+  // which ones, in ascending order; null: those that the router chooses.
+  void add_experts(Rows x, const float* h, const ExpertsView&, const int32_t* ids, const float* weights);
   // With `adapters`, here and below: that of each row, or null.
   void logits(Rows x, const HeadView& head, float* out, const AdapterView* const* adapters = nullptr);
 
@@ -312,9 +316,14 @@ class Engine {
       for (int i = i0; i < i1; i++) f(i / heads, i % heads);
     });
   }
-  template <class F>
-  void each_expert(const int* starts, int experts, int panels, const F& f);
+  struct ExpertRows {  // rows begin .. end - 1 of those sorted by expert
+    int expert, begin, end;
+  };
+  template <class Of, class F>
+  void each_expert(const std::vector<ExpertRows>&, int panels, const Of& of, const F& f);
+  void gather(const Acts& from, const int* rows, int count, const Acts& to);
   void experts_slice(Rows x, const LayerView&);
+  void mix_experts(Rows x, const float* h, const ExpertsView&, const int32_t* ids, const float* weights);
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
   void run_attention(const AttentionPlan&, const Attention&);
   std::vector<SampleScratch> take_sample_scratch(int vocabulary);
@@ -335,6 +344,7 @@ class Engine {
   Arena arena_;       // of one operation
   Arena step_arena_;  // of one step
   AttentionPlan plan_;
+  std::vector<ExpertRows> experts_;
   Segments segments_, wanted_segments_;  // of the rows of a step
   std::vector<LoraItem> items_;          // products of adapters that the next phase has to do
 };
