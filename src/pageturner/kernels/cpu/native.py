@@ -52,9 +52,6 @@ _SOURCES = [  # in the order of pt::Source
 ]  # fmt: skip
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
-_COMPOSED_MLPS = frozenset(
-    {"parallel", "expert_choice", "expert_norms", "shared_switch", "one_part", "factors"}
-)
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
@@ -373,15 +370,8 @@ class NativeOps(Composites):
 
     # -- composites --------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
-        """Attach the C++ view of the layer, which borrows its weights, or of what C++ computes of
-        it."""
-        layer.native = layer.native_mlp = layer.native_experts = None
-        if layer.experts is not None:
-            layer.native_experts = views.experts_view(layer)
-        if not layer.needs & COMPOSED:
-            layer.native = layer.native_mlp = views.layer_view(layer)
-        elif not layer.needs & _COMPOSED_MLPS:
-            layer.native_mlp = views.mlp_view(layer)
+        """Attach the C++ views of the layer, which borrow its weights."""
+        views.attach_views(layer)
 
     def prepare_stack(self, stack: Stack) -> None:
         """Attach the C++ view of the whole, which borrows what `stack` and its layers hold."""

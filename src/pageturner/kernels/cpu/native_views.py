@@ -15,6 +15,7 @@ import numpy as np
 from pageturner.kernels.adapters import INPUTS, KINDS, Adapter, AdapterWeights, LowRank
 from pageturner.kernels.base import (
     ACTIVATIONS,
+    COMPOSED,
     F32,
     GATED,
     KV_TYPES,
@@ -29,6 +30,9 @@ from pageturner.kernels.cpu.native_module import module
 from pageturner.kernels.recurrent import Place
 
 _ACTS = (*ACTIVATIONS, GATED, SQUARED)  # in the order of pt::Act
+_COMPOSED_MLPS = frozenset(
+    {"parallel", "expert_choice", "expert_norms", "shared_switch", "one_part", "factors"}
+)
 _HEAD, _EMBED = -1, -2  # in place of a layer's number
 _LAYER_PARTS = (
     "attn_norm",
@@ -102,7 +106,19 @@ def joined(x: F32, y: F32, heads: int) -> F32:
     return np.concatenate(parts, axis=2).reshape(len(x), -1)
 
 
-def layer_view(layer: Layer) -> Any:
+def attach_views(layer: Layer) -> None:
+    """Attach the C++ view of the layer, which borrows its weights, or of what C++ computes of
+    it."""
+    layer.native = layer.native_mlp = layer.native_experts = None
+    if layer.experts is not None:
+        layer.native_experts = _experts_view(layer)
+    if not layer.needs & COMPOSED:
+        layer.native = layer.native_mlp = _layer_view(layer)
+    elif not layer.needs & _COMPOSED_MLPS:
+        layer.native_mlp = _mlp_view(layer)
+
+
+def _layer_view(layer: Layer) -> Any:
     """The C++ view of a layer."""
     s, m = layer.shape, layer.latent
     parts = {n: getattr(layer, n) for n in _LAYER_PARTS} | {"temper": layer.attn_temperature}
@@ -120,7 +136,7 @@ def layer_view(layer: Layer) -> Any:
     return module().make_layer({**parts, **numbers, **options, **tables, **own})
 
 
-def experts_view(layer: Layer) -> Any:
+def _experts_view(layer: Layer) -> Any:
     """The C++ view of the experts of a layer."""
     e = layer.experts
     assert e is not None
@@ -130,7 +146,7 @@ def experts_view(layer: Layer) -> Any:
     return module().make_experts((*matrices, *numbers, *biases, _ACTS.index(layer.act)))
 
 
-def mlp_view(layer: Layer) -> Any:
+def _mlp_view(layer: Layer) -> Any:
     """The C++ view of a layer of which C++ computes the MLP and the experts. Matrices that fit
     stand in the place of attention's."""
     e = layer.experts
@@ -138,7 +154,7 @@ def mlp_view(layer: Layer) -> Any:
     shape = AttentionShape(heads=1, kv_heads=1, head_dim=up.shape[0], scale=1.0)
     absent = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "attn_temperature", "latent")
     parts: dict[str, Any] = dict.fromkeys(absent)
-    return layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, **parts))
+    return _layer_view(replace(layer, q=up, k=up, v=up, o=down, shape=shape, **parts))
 
 
 def stack_view(stack: Stack) -> Any:
