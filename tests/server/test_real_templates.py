@@ -4,6 +4,7 @@ as the model writes them. Skipped where they were not fetched: tests/tools/recor
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,27 +35,7 @@ GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("wait_for", {"city": "Ulm\n", "n": -1.5}),
 ]
 # file -> format of calls, of thoughts, whether the prompt begins these, whether messages have several calls
-TEMPLATES = {
-    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None, False, True),
-    "Qwen-Qwen3-0.6B": ("hermes", "think", False, True),
-    "Qwen-QwQ-32B": ("hermes", "think", False, True),
-    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None, False, True),
-    "ibm-granite-granite-4.0": ("hermes", None, False, True),
-    "meta-llama-Llama-3.1-8B-Instruct": ("llama3", None, False, False),
-    "meta-llama-Llama-3.3-70B-Instruct": ("llama3", None, False, False),
-    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral_list", None, False, True),
-    "unsloth-mistral-Devstral-Small-2507": ("mistral", None, False, True),
-    "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral", False, True),
-    "google-gemma-4-31B-it": ("gemma", "gemma", False, True),
-    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite", False, True),
-    "llama-cpp-deepseek-r1": ("deepseek_v3", "think", True, True),
-    "openai-gpt-oss-120b": ("harmony", "harmony", False, False),
-    "LFM2-8B-A1B": ("pythonic_tokens", None, False, True),
-    "LFM2.5-8B-A1B": ("pythonic_tokens", "think", False, True),
-    "Qwen3-Coder": ("qwen3_coder", None, False, True),
-    "MiniMax-M3": ("minimax_m3", "minimax_m3", False, True),
-    "unsloth-Apriel-1.5": ("hunyuan_a13b", "apriel", False, True),
-}
+TEMPLATES: Any = json.loads(Path(__file__).with_name("real_templates.json").read_bytes())
 
 
 def source_of(name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,22 +325,7 @@ def test_a_schema_that_a_way_of_writing_cannot_hold_is_refused(name: str) -> Non
         assert caught.value.code == "unsupported_schema"
 
 
-BOUNDED = {
-    "properties": {
-        "s": {"type": "string", "minLength": 2, "maxLength": 4},
-        "i": {"type": "integer", "minimum": -3, "maximum": 12},
-        "l": {
-            "type": "array",
-            "items": {"type": "number", "exclusiveMinimum": 0},
-            "minItems": 2,
-            "maxItems": 3,
-        },
-        "m": {"type": "object", "additionalProperties": {"type": "boolean"}},
-        "z": {"allOf": [{"$ref": "#/$defs/z"}, {"required": ["q"]}]},
-    },
-    "required": ["s", "i", "l", "z", "more"],
-    "$defs": {"z": {"type": "object", "properties": {"q": {"type": "boolean"}}}},
-}
+BOUNDED: Any = json.loads(Path(__file__).with_name("bounded_parameters.json").read_bytes())
 
 
 @pytest.mark.parametrize("name", ["gemma", "pythonic"])
