@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 import shutil
 import statistics
 import subprocess
@@ -195,14 +194,13 @@ def times(rounds: int) -> Iterator[Line]:
 
 
 def tested() -> Iterator[Line]:
-    """Bits and errors, which the tests of the kernels hold."""
-    files = ["tests/kernels/test_recurrent.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
-    last = done.stdout.strip().splitlines()[-1]
-    yield Line(
-        "rows of recurrent layers: bits, errors, mutants", last.strip("= "), not done.returncode
-    )
+    """Bits and errors, which tests hold: of the kernels, and of heads that predict a second token."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    for name in ("kernels/test_recurrent", "engine/test_mtp"):
+        words = [*command, f"tests/{name}.py"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        last = done.stdout.strip().splitlines()[-1]
+        yield Line(f"{name}: bits, errors", last.strip("= "), not done.returncode)
 
 
 def lines(options: argparse.Namespace) -> Iterator[Line]:

@@ -22,7 +22,7 @@ from pageturner.llm import LLM
 from pageturner.models.load import load_model
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.scheduler.types import Item, Output, Plan
+from pageturner.scheduler.types import Item, Output
 from support.decoding import backend
 from support.engines import Answer, Model, Setup, answers
 from support.hf_folder import make_folder
@@ -39,14 +39,15 @@ class Spy(MTPDrafter):
         self.rows: dict[int, np.ndarray] = {}
         self.drafts: dict[int, list[int]] = {}
 
-    def watch(self, plan: Plan, rows: Array) -> None:
-        super().watch(plan, rows)
-        first = 0
-        for item in plan.items:
-            self.rows |= {item.start + i: np.array(rows[first + i]) for i in range(item.n)}
-            first += item.n
+    def watch(self, rows: Array) -> None:
+        super().watch(rows)
+        self.seen = rows
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
+        first = 0
+        for item in items:
+            self.rows |= {item.start + i: np.array(self.seen[first + i]) for i in range(item.n)}
+            first += item.n
         super().propose(items, outputs)
         for item, output in zip(items, outputs, strict=True):
             self.drafts[len(item.sequence.tokens) + len(output.tokens)] = list(output.draft)
@@ -201,8 +202,9 @@ def test_drafts_change_no_bit(served: Model) -> None:
             assert stats["preemptions"] > 0
 
 
-def test_a_checkpoint_without_a_head(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "plain", "qwen3_5")
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo2", "gpt2", "deepseek_v3", "falcon_h1"])
+def test_a_checkpoint_without_a_head(tmp_path: Path, family: str) -> None:
+    folder = make_folder(tmp_path / "plain", family)
     with pytest.raises(EngineFault, match="no head that predicts a second token") as fault:
         load_model(folder, ReferenceOps(), mtp=True)
     assert fault.value.code == "draft_model"

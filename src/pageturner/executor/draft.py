@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pageturner.kernels.base import Array
 from pageturner.policies.drafts import ROWS
-from pageturner.scheduler.types import Item, Output, Plan
+from pageturner.scheduler.types import Item, Output
 
 LEAST_GAIN = 1.03  # below this speed a draft is not worth its risk
 FADING = 0.9  # what the outcome of a draft weighs, one draft later
@@ -31,7 +31,7 @@ class Drafter(Protocol):
     nbytes: int
 
     @property
-    def watch(self) -> Callable[[Plan, Array], None] | None: ...
+    def watch(self) -> Callable[[Array], None] | None: ...
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         """Write the next draft of every sequence that is at its end into its output."""

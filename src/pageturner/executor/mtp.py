@@ -1,8 +1,8 @@
 """Drafts by the head that a checkpoint brings to predict a second token (multi-token prediction).
 
-Owns the KV of that head, which lies in blocks with the ids of the target's and is copied with them.
-Every row that the target computes goes through the head too, so that a cached prefix has its KV; a
-block that came from elsewhere lacks it, which lowers acceptance and changes no answer. Must not know
+Owns the KV of that head, which lies in blocks with the ids of the target's. Every row that the
+target computes goes through the head too, so that a cached prefix has its KV; a block that was
+copied or came from elsewhere lacks it, which lowers acceptance and changes no answer. Must not know
 policies or queues, nor how the target accepts a draft.
 """
 
@@ -74,11 +74,9 @@ class MTPDrafter:
         self._records = SequenceMemory(DraftRecord)
         self._rows: Array = None
 
-    def watch(self, plan: Plan, rows: Array) -> None:
-        """Take the hidden rows of a step, and copy the KV of blocks that it copies."""
+    def watch(self, rows: Array) -> None:
+        """Take the hidden rows of a step."""
         self._rows = rows
-        if plan.copies:
-            self._ops.copy_blocks(self.storage, plan.copies[0])
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         guesses, wanted = self._begin(items, outputs)

@@ -118,7 +118,7 @@ class Runner:
         hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()
         if watch is not None:
-            watch(plan, hidden)
+            watch(hidden)
             hidden = self._ops.take_rows(hidden, wanted)
         rows = len(wanted)
         pooled = pool(self._decoder, self._ops, plan.items, hidden)

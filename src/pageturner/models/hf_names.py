@@ -382,7 +382,7 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         foreign += second_token_layers("model.layers.", spec)
     if spec.linear is not None:  # what sees pictures, and what predicts a second token
         foreign += ("model.visual.", "visual.", "mtp.")
-    return replace(layout, ignored=ignored, foreign=(*layout.foreign, *foreign, "model.mtp_"))
+    return replace(layout, ignored=ignored, foreign=(*layout.foreign, *foreign, "model.mtp"))
 
 
 def as_stored(layout: Layout, tensors: Mapping[str, TensorInfo]) -> Layout:

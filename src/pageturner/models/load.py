@@ -144,10 +144,11 @@ def _open(path: Path) -> OpenModel:
     return OpenModel(file, spec, as_stored(layout, file.tensors))
 
 
+_QWEN_MTP = ("layers.0.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 # Where a head of multi-token prediction has its layer and its other parts: Qwen's beside the layers
 # of the model, DeepSeek's and GLM's behind them, as files of llama.cpp have all of them.
 _MTP = (
-    ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    *([f"{root}mtp.{name}" for name in _QWEN_MTP] for root in ("", "model.")),
     ("{}", "{}eh_proj", "{}enorm", "{}hnorm", "{}shared_head.norm"),
     ("{}", "{}nextn.eh_proj", "{}nextn.enorm", "{}nextn.hnorm", "{}nextn.shared_head_norm"),
 )
@@ -158,7 +159,7 @@ def with_mtp(model: OpenModel) -> OpenModel:
     outside of the layers. EngineFault('draft_model') where there is none."""
     file, spec, layout = model
     one = spec.mtp
-    first = layout.layers[0]["attn_norm"].name
+    first = next(part.name for part in layout.layers[0].values() if ".0." in part.name)
     old = first[: first.index(".0.") + 3]
     behind = old.replace(".0.", f".{spec.layers}.")
     styles = [[name.format(behind) for name in style] for style in _MTP]
