@@ -28,7 +28,6 @@ def engine(**settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "code", "says"),
     [
-        ({"kv_host_memory": 1 << 20}, "bad_setting", "leave them out"),
         ({"kv_file": "kv"}, "bad_setting", "leave them out"),
         ({"tensor_parallel_size": 2}, "model_unsupported", "recurrent layers"),
         ({"pipeline_parallel_size": 2}, "model_unsupported", "recurrent layers"),
@@ -46,7 +45,7 @@ def test_settings(tmp_path: Path, settings: dict[str, Any], code: str, says: str
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
-        ({"kv_host_memory": 1 << 20}, "bad_setting"),
+        ({"kv_file": "kv"}, "bad_setting"),
         ({"speculation": "draft", "draft_model": str(HYBRID)}, "draft_model"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_simulated_gpu_has_states(
     assert "states of recurrent layers:" in said
     for flags in (["--kv-file-gb", "9"], ["--roles", "prefill=1,decode=1"]):
         assert cli.main([*words, *flags]) == 2
-        assert "do not go with recurrent layers yet" in capsys.readouterr().err
+        assert "are not simulated with recurrent layers yet" in capsys.readouterr().err
 
 
 def sessions(rate: float) -> Traffic:

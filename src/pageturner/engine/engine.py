@@ -173,9 +173,7 @@ class Engine:
         """Forget all KV that is only kept because a later request might find it."""
         if self._log is not None:
             self._log.forgot(self.clock())
-        forget = self.stack.pins.forget_others
-        tiers = self.connectors.tiers
-        tiers.forget(forget) if tiers else forget()
+        self.connectors.forget(self.stack.pins.forget_others)
 
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with other settings. False if that has to wait, see SchedulerStack.reconfigure."""

@@ -195,7 +195,8 @@ def make_engine(
         connectors=connectors,
         async_executor=built.async_runner,
     )
-    storage = KVStorage(ops, runner.storage[0], _block_spec(decoder, config))
+    states = None if runner.recurrent is None else runner.recurrent.states
+    storage = KVStorage(ops, runner.storage[0], _block_spec(decoder, config), states)
     _assemble(with_step_sizes(config, built.needs, built.pace), built, parts, kept, storage)
     return built
 

@@ -126,8 +126,8 @@ def _with_states(
     block = form.one.nbytes + form.of_draft
     seats = min(config.max_num_seqs, int((total * SEATS / (state + tail) - 1) // 2))
     rest = total - (2 * seats + 1) * (state + tail)
-    share = state / (state + block * CHUNK / config.block_size)  # one at every boundary
-    kept = min(SNAPSHOTS, share) if config.enable_prefix_caching else 0.0
+    share = state_share(state, block, config.block_size)
+    kept = share if config.enable_prefix_caching else 0.0
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = int(rest * (1 - kept)) // block
     if not config.enable_prefix_caching or not config.kv_cache_memory:
@@ -142,6 +142,12 @@ def _with_states(
     snapshots = (rest - blocks * block) // state if kept else 0
     snapshots = min(snapshots, blocks * config.block_size // CHUNK)  # one at every boundary
     return KVSizes(blocks, states=2 * seats + snapshots, tails=2 * seats)
+
+
+def state_share(state: int, block: int, block_size: int) -> float:
+    """The part of memory for KV and states that are kept which is for states of so many bytes,
+    beside blocks of so many: with less than SNAPSHOTS one at every boundary."""
+    return min(SNAPSHOTS, state / (state + block * CHUNK / block_size))
 
 
 def _split(form: KVForm, config: EngineConfig, max_model_len: int, total: int) -> KVSizes:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from pageturner import memory
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.executor.kv_memory import state_share
+from pageturner.kv.host_states import HostStates
 from pageturner.kv.kv_block_file import BlockFile
 from pageturner.kv.kv_events import KVEvents
 from pageturner.kv.kv_link import LEAST_KEY, LinkEnd, LinkIdentity
@@ -52,6 +56,7 @@ class KVConnectors:
         check(config)
         self._key = prefill_key(config)
         self.tiers: KVTiers | None = None
+        self.states: HostStates | None = None
         self.remote_prefill: RemotePrefill | None = None
         self.prefill_server: PrefillServer | None = None
         self._events = KVEvents.of(config) if config.kv_events else None
@@ -91,6 +96,14 @@ class KVConnectors:
             return from_tiers
         return self.remote_prefill.ticket(request)
 
+    def forget(self, others: Callable[[], None]) -> None:
+        """Find nothing again that is only kept because somebody might. others: has the device
+        forget it."""
+        for tier in (self.states, self.tiers):
+            if tier is not None:
+                others = partial(tier.forget, others)
+        others()
+
     def close(self) -> None:
         """Leave the file to others, and the port."""
         if self.tiers is not None:
@@ -100,6 +113,7 @@ class KVConnectors:
 
     def _stats(self) -> dict[str, float]:
         figures = self.tiers.stats() if self.tiers else {}
+        figures |= self.states.stats() if self.states else {}
         if self.prefill_server is not None:
             figures |= {name: float(self.prefill_server.counts[name]) for name in SENT}
         if self.remote_prefill is not None:
@@ -111,6 +125,10 @@ class KVConnectors:
         if storage is not None and wants_tiers(self._config):
             transfer = KVTransfer(storage, pool, model)
             host, file = self._config.kv_host_memory, self._file(storage, transfer.nbytes, model)
+            if storage.states is not None:
+                part = state_share(storage.states.shape[1], transfer.nbytes, pool.block_size)
+                self.states = HostStates(pool.states, storage.states, int(host * part))
+                host -= int(host * part)
             if host or file is not None:
                 self.tiers = KVTiers(transfer, host, file)
             self._attach_prefill(transfer, vocab)
@@ -203,8 +221,8 @@ def prefill_key(config: EngineConfig) -> bytes:
 
 def check_model(config: EngineConfig, recurrent: bool) -> None:
     """EngineFault for settings that do not go with a model. recurrent: some of its layers are."""
-    if recurrent and wants_tiers(config):
-        flags = "--kv-host-memory, --kv-file, --prefill-listen and --prefill-from"
+    if recurrent and (config.kv_file or config.prefill_listen or config.prefill_from):
+        flags = "--kv-file, --prefill-listen and --prefill-from"
         message = f"{flags} do not go with recurrent layers yet: leave them out"
         raise EngineFault("bad_setting", message)
 

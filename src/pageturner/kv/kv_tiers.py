@@ -152,7 +152,7 @@ class KVTiers:
         self._loaders = ThreadPoolExecutor(1, "kv-load") if file is not None else None
         self._writer = threading.Thread(target=self._write, name="kv-file", daemon=True)
         add_block_hooks(self._store, self._published, self._evict)
-        self._store.on_miss = self._fetch
+        self._store.on_miss, self._store.below = self._fetch, self._below
         if file is not None:
             self._writer.start()
             atexit.register(_close, weakref.ref(self))
@@ -250,6 +250,9 @@ class KVTiers:
             found = self._from_staging(key)
         self.counts["kv_tier_misses"] += found is None
         return found
+
+    def _below(self, key: bytes) -> bool:
+        return key in self.host or key in self._on_way or bool(self.file and key in self.file)
 
     def _from_host(self, key: bytes) -> int | None:
         if not self._store.available or (taken := self.host.take(key)) is None:

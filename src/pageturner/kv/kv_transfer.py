@@ -29,11 +29,13 @@ class BadBlock(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """The storage in which the KV of a model lies. spec: the form of one block of all layers."""
+    """The storage in which the KV of a model lies. spec: the form of one block of all layers;
+    states: of recurrent layers [slots, bytes], None where there are none."""
 
     ops: Ops
     kv: KV
     spec: KVSpec
+    states: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)

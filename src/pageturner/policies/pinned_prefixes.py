@@ -10,6 +10,7 @@ from __future__ import annotations
 from pageturner.request import Refused
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.store import GONE
 from pageturner.scheduler.types import Sequence
 
 
@@ -47,8 +48,25 @@ class PinnedPrefixes:
         return len(seq.blocks), len(self._pool.full.shared_places(seq.blocks, 0, len(seq.blocks)))
 
     def keep(self, seq: Sequence) -> None:
-        """A request has ended: its sealed blocks stay."""
-        self._pool.keep_findable(seq)
+        """A request has ended: its blocks stay, as far as others can begin with them, and of
+        recurrent layers the state at the end of these."""
+        pool = self._pool
+        keys = pool.keys_of(seq)
+        keep = pool.findable(keys)
+        state = [pool.states.index[keys[keep - 1]]] if pool.states.num_blocks and keep else []
+        pool.states.share(state)
+        seq.computed = keep * pool.block_size
+        seq.inflight = 0
+        seq.num_cached_blocks = keep
+        seq.public = min(seq.public, keep)
+        pool.full.truncate(seq.blocks, keep)
+        for kind in pool.kinds:
+            if kind.sparse:
+                table = kind.table(seq)
+                kind.store.truncate(table, 0)
+                table[:] = [GONE] * kind.places(seq.computed)
+                table.released = kind.first_seen(seq.computed)
+        seq.states[len(seq.states) - len(state) :] = state
         self._kept[seq.request.id] = seq
         self._tell_pool()
 

@@ -141,8 +141,12 @@ class Snapshots(MutableMapping[int, None]):
         """The state that is overwritten next. There must be a cached one."""
         while not self._passed and not self._kept:
             self._give_up()
+        self._store.useless = False
         if self._passed:
-            return next(iter(self._passed))
+            slot = next(iter(self._passed))
+            known = self._known.get(slot)
+            self._store.useless = not self._all and known is not None and known.passed
+            return slot
         while self._kept.get(self._heap[0][2]) != self._heap[0]:
             heappop(self._heap)
         worth, _, slot = self._heap[0]
@@ -152,6 +156,8 @@ class Snapshots(MutableMapping[int, None]):
     # -- as a mapping, which is all that a store sees of it ----------------------------------------
     def __setitem__(self, slot: int, value: None) -> None:
         known, key = self._known.get(slot), self._store.keys[slot]
+        if known is not None and known.key != key:  # it came from elsewhere, and was asked for
+            known = self._known[slot] = Snapshot(key, self._every, BRANCH_USES)
         has_kv = key in self._pool.full.index
         if has_kv and key in self._ends():
             self._claimed[slot] = None
@@ -160,7 +166,7 @@ class Snapshots(MutableMapping[int, None]):
             self._passed[slot] = None
             self._passed.move_to_end(slot, last=has_kv)
             return
-        worth = self._pool.grain  # of one that a process before this one left, too
+        worth = self._pool.grain  # of one that was not computed by this process, too
         if known is not None:
             worth = known.uses * max(known.gain, worth)
         self._number += 1

@@ -271,16 +271,38 @@ class BlockPool:
 
     def _fetch(self, seq: Sequence) -> None:
         """Ask slower memory for what comes behind its cached prefix, all of which is held
-        meanwhile."""
-        fetch, blocks = self.full.on_miss, self.match(seq) if self.full.on_miss else []
-        public = self._count_public(seq, blocks)
+        meanwhile; of recurrent layers for the state at the end of it, too."""
+        fetch = self.full.on_miss
+        if fetch is None:
+            return
+        blocks, limit, size = self.match(seq), _attachable_at_most(seq), self.block_size
+        public = len(self._public_of(seq, limit)) if seq.request.salt else 0
+        if self._sparse:
+            limit = self._with_state_below(seq, public, limit)
         self.full.share(blocks)
-        while fetch and (len(blocks) + 1) * self.block_size <= _attachable_at_most(seq):
-            if (block := fetch(self._key(seq, len(blocks), public))) is None:
+        while (len(blocks) + 1) * size <= limit:
+            key = self._key(seq, len(blocks), public)
+            block = self.full.index.get(key)
+            if block is None and (block := fetch(key)) is None:
                 break
             self.full.share([block])
             blocks.append(block)
+        if self._sparse and self.states.on_miss is not None and 0 < limit == len(blocks) * size:
+            key = self._key(seq, len(blocks) - 1, public)
+            if key not in self.states.index:
+                self.states.on_miss(key)
         self.full.truncate(blocks, 0)
+
+    def _with_state_below(self, seq: Sequence, public: int, limit: int) -> int:
+        """The most tokens whose KV is here or in slower memory, and the state behind them, too."""
+        most, (full, states) = 0, (self.full, self.states)
+        for place in range(limit // self.block_size):
+            key = self._key(seq, place, public)
+            if key not in full.index and not full.below(key):
+                break
+            if key in states.index or states.below(key):
+                most = (place + 1) * self.block_size
+        return most
 
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""
@@ -394,10 +416,8 @@ class BlockPool:
     def findable(self, keys: list[bytes]) -> int:
         """Return how many of these first blocks of a sequence, which are cached, another one can
         begin with: as many as end at a state that is there, where layers are recurrent."""
-        count, size = len(keys), self.block_size
-        while self._sparse and count:
-            if count * size % self.chunk == 0 and keys[count - 1] in self.states.index:
-                break
+        count = len(keys)
+        while self._sparse and count and keys[count - 1] not in self.states.index:
             count -= 1
         return count
 
@@ -405,25 +425,6 @@ class BlockPool:
         """The keys of its cached blocks."""
         keys = (self.full.keys[block] for block in seq.blocks[: seq.num_cached_blocks])
         return [key for key in keys if key is not None]
-
-    def keep_findable(self, seq: Sequence) -> None:
-        """Its sequence has ended and the blocks stay: give back what no other one can begin with.
-        Of recurrent layers the state at the end stays."""
-        keys = self.keys_of(seq)
-        keep = self.findable(keys)
-        state = [self.states.index[keys[keep - 1]]] if self._sparse and keep else []
-        self.states.share(state)
-        seq.computed = keep * self.block_size
-        seq.inflight = 0
-        seq.num_cached_blocks = keep
-        seq.public = min(seq.public, keep)
-        self.full.truncate(seq.blocks, keep)
-        for kind in self._sparse:
-            table = kind.table(seq)
-            kind.store.truncate(table, 0)
-            table[:] = [GONE] * kind.places(seq.computed)
-            table.released = kind.first_seen(seq.computed)
-        seq.states[len(seq.states) - len(state) :] = state
 
     def release(self, seq: Sequence) -> None:
         """Take everything back."""

@@ -42,10 +42,11 @@ class Store:
                 on_evict
     on_evict  called with the same when a cached block is about to be overwritten
     on_miss   asked for a key that a sequence needs and no block has: it may make one findable and
-              return it
+              return it; below: tells whether it could
     cached    the cached blocks, least recently released first; oldest: says which is overwritten
               next. Both can be replaced, by something that knows more of them than when they were
               released
+    useless   what is about to be overwritten need not be kept elsewhere
     evictions, copied  cached blocks that were overwritten, and blocks that were copied, since the
                        beginning
     sharing   version number: goes up when a block becomes or stops being shared; tells a stale
@@ -60,6 +61,8 @@ class Store:
         self.on_publish: Callable[[bytes, int], None] = lambda key, block: None
         self.on_evict: Callable[[bytes, int], None] = lambda key, block: None
         self.on_miss: Callable[[bytes], int | None] | None = None
+        self.below: Callable[[bytes], bool] = lambda key: False
+        self.useless = False
         self.sharing = self.evictions = self.copied = self.shared = self.extra_refs = 0
         self.refs, self.index = [0] * num_blocks, dict[bytes, int]()
         self.keys: list[bytes | None] = [None] * num_blocks

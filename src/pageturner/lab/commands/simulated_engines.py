@@ -159,7 +159,7 @@ def beside(
     tiers, roles = tiers_of(arguments, config, nbytes), roles_of(arguments, config, nbytes)
     if engine.sizes.states and (tiers or roles):
         flags = "--roles, --kv-host-memory and --kv-file-gb"
-        raise bad_setting(f"{flags} do not go with recurrent layers yet: leave them out")
+        raise bad_setting(f"{flags} are not simulated with recurrent layers yet: leave them out")
     if roles is not None:
         notes.append(
             f"roles: {arguments.roles}; prompts with {roles.least:,} new tokens and more are computed apart,"
