@@ -23,7 +23,6 @@ from pageturner.policies.eviction_order import Fate
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_worth import Gaps, worth
-from pageturner.policies.snapshots import Snapshots
 from pageturner.request import Request, SessionHint
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener, StepReport
@@ -36,16 +35,12 @@ LEARNT = 0.2  # weight of a conversation that has ended in the number of turns t
 class KeptSessions:
     """All kept sessions by name. now: the newest time that was told."""
 
-    def __init__(
-        self, pool: BlockPool, config: SchedulerConfig, snapshots: Snapshots | None = None
-    ) -> None:
+    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         self._pool, self._config = pool, config
         self._sessions: dict[str, KeptConversation] = {}
         self._owners: Counter[str] = Counter()
         self._turns: dict[int, KeptConversation] = {}  # request -> whose turn it is
-        self.claims = Claims(pool.full, self._give_up)
-        if snapshots is not None:
-            snapshots.keep_for(self.claims, self._give_up)
+        self.claims = Claims(pool.full, self.give_up)
         self.gaps = Gaps()
         self.now = self._planned = 0.0
         self.life = 0.0  # turns that conversations have; 0: none has ended
@@ -81,14 +76,6 @@ class KeptSessions:
             self._config.max_session_share * max(0, self._pool.full.num_blocks - self._pool.pinned)
         )
 
-    @property
-    def _too_many(self) -> bool:
-        """Return whether more is claimed than may be. Where layers are recurrent a conversation
-        claims a state, too, of those that are not for running sequences."""
-        states, tails = self._pool.states.num_blocks, self._pool.tails.num_blocks
-        most = self._config.max_session_share * (states - tails)
-        return len(self.claims) > self.most or (states > 0 and len(self.claims.ends) > most)
-
     def turn_of(self, seq: Sequence) -> KeptConversation | None:
         """The conversation whose turn this is."""
         return self._turns.get(seq.request.id)
@@ -117,10 +104,7 @@ class KeptSessions:
             one.ended, one.turns = now, 1
             tokens = array("I", told.tokens)
             request = Request(0, tuple(tokens), salt=told.salt, adapter=told.adapter)
-            seq = Sequence(request, tokens=[*tokens])
-            seq.blocks = self._pool.match(seq)
-            seq.num_cached_blocks = len(seq.blocks)
-            self._claim(one, seq)
+            self._claim(one, self._pool.match(Sequence(request, tokens=[*tokens])))
             self._bound()
             self._next_lapse = min(self._next_lapse, now + one.keep)
             self._changed[one.name] = one
@@ -236,7 +220,7 @@ class KeptSessions:
         elif seq.num_cached_blocks >= min(
             len(one.keys), 1
         ):  # one that waited has no blocks, and changes nothing
-            self._claim(one, seq)
+            self._claim(one, seq.blocks[: seq.num_cached_blocks])
             self._bound()
         self._next_lapse = min(self._next_lapse, one.ended + one.keep)
         self._forget_if_over(one)
@@ -249,8 +233,8 @@ class KeptSessions:
                 one.ended = self.now
             self._just_ended.clear()
 
-    def _claim(self, one: KeptConversation, seq: Sequence) -> None:
-        keys = self._pool.keys_of(seq)
+    def _claim(self, one: KeptConversation, blocks: list[int]) -> None:
+        keys = self._pool.keys_of(blocks)
         del keys[self._pool.findable(keys) :]
         if one.whole:
             more = max(0, len(keys) - one.whole)
@@ -281,9 +265,13 @@ class KeptSessions:
         return min(sessions, key=self.worth)
 
     def _bound(self) -> None:
-        """Give up what is beyond what all may claim, and beyond what an owner may at the most."""
-        while self._too_many:
-            self._give_up()
+        """Give up what is beyond what all may claim, and beyond what an owner may at the most.
+        Where layers are recurrent a conversation claims a state, too, of those that are not for
+        running sequences."""
+        states = self._pool.states.num_blocks
+        most = self._config.max_session_share * (states - self._pool.tails.num_blocks)
+        while len(self.claims) > self.most or (states and len(self.claims.ends) > most):
+            self.give_up()
         for owner in {one.owner for one in self._just_ended}:
             while theirs := self._beyond(owner):
                 self._cut(self._cheapest(theirs))
@@ -293,7 +281,7 @@ class KeptSessions:
         limit = max((one.share for one in theirs), default=0.0) * self.most
         return theirs if limit and self.claims.pays[owner] > limit else []
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Something of the conversation that is worth least."""
         self._cut(self._cheapest(one for one in self._sessions.values() if one.keys))
 

@@ -51,10 +51,10 @@ class PinnedPrefixes:
         """A request has ended: its blocks stay, as far as others can begin with them, and of
         recurrent layers the state at the end of these."""
         pool = self._pool
-        keys = pool.keys_of(seq)
+        keys = pool.keys_of(seq.blocks[: seq.num_cached_blocks])
         keep = pool.findable(keys)
-        state = [pool.states.index[keys[keep - 1]]] if pool.states.num_blocks and keep else []
-        pool.states.share(state)
+        state = pool.states.index.get(keys[keep - 1], GONE) if keep else GONE
+        pool.states.share([state])
         seq.computed = keep * pool.block_size
         seq.inflight = 0
         seq.num_cached_blocks = keep
@@ -66,7 +66,8 @@ class PinnedPrefixes:
                 kind.store.truncate(table, 0)
                 table[:] = [GONE] * kind.places(seq.computed)
                 table.released = kind.first_seen(seq.computed)
-        seq.states[len(seq.states) - len(state) :] = state
+        if state != GONE:
+            seq.states[-1] = state
         self._kept[seq.request.id] = seq
         self._tell_pool()
 

@@ -157,10 +157,11 @@ def make_scheduler(
         chunk=chunk,
         model=model,
     )
-    snapshots = Snapshots(pool, config.snapshot_interval) if states else None
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
-    background, sessions = BackgroundWork(), KeptSessions(pool, config, snapshots)
+    background, sessions = BackgroundWork(), KeptSessions(pool, config)
+    if states:
+        Snapshots(pool, config.snapshot_interval).keep_for(sessions.claims, sessions.give_up)
     rules = PolicyStack(SessionStarts(sessions, config.session_wait), background, pricing)
     plugs = _Plugs(pool, background, rules, predictor, step_times)
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Any
+from math import inf
 
 from pageturner.policies.session_claims import Claims
 from pageturner.scheduler.blocks import BlockPool
@@ -52,14 +52,12 @@ class Snapshots(MutableMapping[int, None]):
         room = self._store.num_blocks * pool.grain
         self._all = room >= pool.full.num_blocks * pool.block_size
         self._known: dict[int, Snapshot] = {}
-        self._ends: Callable[[], Container[bytes]] = tuple
-        self._claimed: dict[int, None] = {}
+        self._ends: Container[bytes] = ()
         self._passed: OrderedDict[int, None] = OrderedDict()  # those without KV stand first
         # slot -> worth, a number that rises, slot; the heap has these, and others that are no more
-        self._kept: dict[int, tuple[int, int, int]] = {}
-        self._parts: tuple[dict[int, Any], ...] = (self._claimed, self._passed, self._kept)
-        self._heap: list[tuple[int, int, int]] = []
-        self._floor = self._number = 0  # the worth of the last that went, and the last number
+        self._kept: dict[int, tuple[float, int, int]] = {}
+        self._heap: list[tuple[float, int, int]] = []
+        self._floor, self._number = 0.0, 0  # the worth of the last that went, and the last number
         self._store.cached, self._store.oldest = self, self._oldest
         pool.wanted, pool.on_state, pool.full.on_evict = self.wanted, self._found, self._kv_gone
 
@@ -106,7 +104,7 @@ class Snapshots(MutableMapping[int, None]):
         places = range(position // self._pool.chunk - 1, seq.states.released - 1, -1)
         last = next((seq.states[i] for i in places if seq.states[i] != GONE), GONE)
         before = self._known.get(last)
-        if before is not None and last != slot and not before.gain:
+        if before is not None and not before.gain:
             before.passed = True
         key, known = self._store.keys[slot], self._known.get(slot)
         if known is None or known.key != key:
@@ -118,7 +116,7 @@ class Snapshots(MutableMapping[int, None]):
     def keep_for(self, claims: Claims, give_up: Callable[[], None]) -> None:
         """The states where conversations go on are overwritten when all others were, and they were
         given up. give_up: cuts a conversation."""
-        self._ends = lambda: claims.ends
+        self._ends = claims.ends
         self._give_up = give_up
         claims.on_end = self._claim_changed
 
@@ -135,12 +133,13 @@ class Snapshots(MutableMapping[int, None]):
             self._passed.move_to_end(slot, last=False)
 
     def _remove(self, slot: int) -> bool:
-        return any(part.pop(slot, GONE) != GONE for part in self._parts)
+        found = slot in self
+        self._passed.pop(slot, None)
+        self._kept.pop(slot, None)
+        return found
 
     def _oldest(self) -> int:
         """The state that is overwritten next. There must be a cached one."""
-        while not self._passed and not self._kept:
-            self._give_up()
         self._store.useless = False
         if self._passed:
             slot = next(iter(self._passed))
@@ -150,6 +149,9 @@ class Snapshots(MutableMapping[int, None]):
         while self._kept.get(self._heap[0][2]) != self._heap[0]:
             heappop(self._heap)
         worth, _, slot = self._heap[0]
+        if worth == inf:
+            self._give_up()
+            return self._oldest()
         self._floor = max(self._floor, worth)
         return slot
 
@@ -159,15 +161,14 @@ class Snapshots(MutableMapping[int, None]):
         if known is not None and known.key != key:  # it came from elsewhere, and was asked for
             known = self._known[slot] = Snapshot(key, self._every, BRANCH_USES)
         has_kv = key in self._pool.full.index
-        if has_kv and key in self._ends():
-            self._claimed[slot] = None
-            return
-        if not has_kv or (known is not None and known.passed):
+        worth: float = self._pool.grain  # of one that was not computed by this process, too
+        if has_kv and key in self._ends:
+            worth = inf
+        elif not has_kv or (known is not None and known.passed):
             self._passed[slot] = None
             self._passed.move_to_end(slot, last=has_kv)
             return
-        worth = self._pool.grain  # of one that was not computed by this process, too
-        if known is not None:
+        elif known is not None:
             worth = known.uses * max(known.gain, worth)
         self._number += 1
         self._kept[slot] = self._floor + worth, self._number, slot
@@ -185,12 +186,12 @@ class Snapshots(MutableMapping[int, None]):
             known.passed = False
 
     def __getitem__(self, slot: int) -> None:
-        if not any(slot in part for part in self._parts):
+        if slot not in self._passed and slot not in self._kept:
             raise KeyError(slot)
 
     def __iter__(self) -> Iterator[int]:
-        for part in self._parts:
-            yield from part
+        yield from self._passed
+        yield from self._kept
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return len(self._passed) + len(self._kept)

@@ -216,9 +216,8 @@ class BlockPool:
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """Return the public blocks that this sequence begins with."""
         blocks: list[int] = []
-        for key in islice(
-            self._public_keys(seq), max(0, limit // self.block_size) if self.public else 0
-        ):
+        count = max(0, limit // self.block_size) if self.public else 0
+        for key in islice(self._public_keys(seq), count):
             block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break
@@ -421,10 +420,9 @@ class BlockPool:
             count -= 1
         return count
 
-    def keys_of(self, seq: Sequence) -> list[bytes]:
-        """The keys of its cached blocks."""
-        keys = (self.full.keys[block] for block in seq.blocks[: seq.num_cached_blocks])
-        return [key for key in keys if key is not None]
+    def keys_of(self, blocks: list[int]) -> list[bytes]:
+        """The keys of full blocks that are cached."""
+        return [key for block in blocks if (key := self.full.keys[block]) is not None]
 
     def release(self, seq: Sequence) -> None:
         """Take everything back."""
