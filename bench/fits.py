@@ -42,7 +42,7 @@ SIZES = {16: "", Q4_K_M: ", Q4_K_M"}
 
 
 def table() -> str:
-    """The table in Markdown. A cell has the tokens of KV, and the states that are kept beside those of
+    """The table in Markdown. A cell has the tokens of KV / the states that are kept beside those of
     running sequences."""
     head = ["model", "weights, GB", "KV of a token, KiB", "state, MiB"]
     head += [f"{memory} GB" for memory in MEMORIES]
@@ -53,7 +53,7 @@ def table() -> str:
             path.write_text(json.dumps(values))
             for bits, form in SIZES.items():
                 lines.append(_row(path, name + form, bits))
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    return "".join(f"|{'|'.join(cells)}|\n" for cells in lines)
 
 
 def _row(path: Path, name: str, bits: float) -> list[str]:
@@ -69,7 +69,7 @@ def _cell(found: dict[str, Any]) -> str:
     if sizes is None:
         return "-"
     tokens = f"{sizes['blocks'] * found['kv']['block_size']:,}"
-    return f"{tokens}; {sizes['states'] - sizes['tails']:,}" if sizes["states"] else tokens
+    return f"{tokens}/{sizes['states'] - sizes['tails']:,}" if sizes["states"] else tokens
 
 
 def plan(path: Path, memory: str, *words: str) -> dict[str, Any]:
