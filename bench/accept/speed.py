@@ -2,6 +2,7 @@
 
     python bench/accept/speed.py [--only prove ...] [options of parts]
 
+drafts  drafts by suffixes: tokens a step, pace with and without, 1, 8 and 64 at once
 prove   `make prove` against ours and two peers: the table
 
 A part is `speed_NAME.py` beside this file, with `lines` and `add_arguments`.

@@ -7,12 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from pageturner import LLM
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import engine_factory
+from pageturner.engine.engine_factory import make_engine
+from pageturner.kernels.base import Ops
 from pageturner.params import SamplingParams
 from pageturner.policies import suffix_drafts
 from pageturner.policies.drafts import MAX_DRAFTED, PricedDrafts, RowPrices
 from pageturner.policies.suffix_drafts import LONGEST, MAX_DRAFT, SuffixDrafts
 from pageturner.request import Request
 from pageturner.scheduler.types import Item, Output, Sequence
+from support.engines import GOLDENS
 
 TEXT = list(range(40))
 
@@ -250,3 +256,33 @@ def test_the_proposer_is_told_what_cannot_pay() -> None:
     output = Output([30])
     drafter.propose([Item(long, 1, 0)], [output], 0.99)
     assert output.draft[0] == 31, "the longest are always followed"
+
+
+@pytest.mark.parametrize("speculation", ["suffix", "ngram", "auto"])
+def test_served_with_suffixes(speculation: str) -> None:
+    """Answers are the same bit for bit, in fewer steps."""
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=1)
+    found = []
+    for each in ("off", speculation):
+        llm = LLM(str(GOLDENS / "tiny_llama.gguf"), kv_cache_memory=1 << 22, speculation=each)
+        answer = llm.generate("the old house, the old house, the old house", params)[0].outputs[0]
+        found.append((answer.text, answer.logprobs))
+        stats = llm.built.engine.scheduler.stats()
+        assert (stats["accepted_tokens"] > 0) == (each != "off")
+    assert found[0] == found[1]
+
+
+def test_auto_leaves_steps_ahead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        model=str(GOLDENS / "tiny_llama.gguf"), kv_cache_memory=1 << 22, speculation="auto"
+    )
+    made = []
+    monkeypatch.setattr(engine_factory, "suffix_drafter", made.append)
+    make_engine(config)
+
+    def later(ops: Ops) -> Ops:
+        ops.later = lambda *_: None  # type: ignore[attr-defined]
+        return ops
+
+    make_engine(replace(config, async_scheduling=True), wrap=later)
+    assert made == ["suffix", "off"]

@@ -93,9 +93,9 @@ class EngineConfig(SchedulerConfig, KVSettings):
     speculation: str = option(
         "off",
         "speculative decoding, as far as it pays; suffix: draft tokens from repeated passages of prompt, answer"
-        " and what the tenant was told lately; ngram: of prompt and answer only; draft: from --draft-model; mtp:"
-        " from the head of the checkpoint that predicts a second token",
-        ("off", "suffix", "ngram", "draft", "mtp"),
+        " and what the tenant was told lately; auto: so on CPUs; ngram: of prompt and answer only; draft: from"
+        " --draft-model; mtp: from the head of the checkpoint that predicts a second token",
+        ("off", "auto", "suffix", "ngram", "draft", "mtp"),
     )
     draft_model: str = option(
         "", "draft model of --speculation draft: a smaller model with the same tokenizer"

@@ -142,6 +142,9 @@ def make_engine(
     ops = phases.run(
         "kernels", lambda: wrap((ranks.ops if ranks else chosen.ops) or make_ops(config))
     )
+    if config.speculation == "auto":  # drafts would end steps ahead of those that are known
+        waits = getattr(ops, "later", None) is None
+        config = replace(config, speculation="suffix" if waits else "off")
     read = tokenizer or (lambda: _texts(config, model))
     drafts = config.speculation == "draft"
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
