@@ -1,13 +1,12 @@
 """`make accept NAME=decoding`: every line that the decoding methods must show.
 
-    python bench/accept/decoding.py [--only memory samples lookup draft prefix]
+    python bench/accept/decoding.py [--only memory samples draft prefix]
 
 Speeds are of the engine alone, in this process, in pairs: one way, the other way, again and again.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,6 @@ from pageturner.request import Request
 
 ROUNDS = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
-MAX_REFERENCE = 256  # tokens of a forced answer
 
 
 def _text(name: str) -> str:
@@ -141,51 +139,6 @@ def samples() -> Iterator[Line]:
     yield Line("n = 4 at least 2x four requests, cache off", figure, statistics.median(ratios) >= 2)
 
 
-def lookup() -> Iterator[Line]:
-    """Prompt lookup at batch 1, the reference forced; then the model running freely."""
-    llm = LLM("smollm2", speculation="ngram", enable_prefix_caching=False)
-    tasks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for line in _text("copy_heavy.jsonl").splitlines():
-        task = json.loads(line)
-        prompt, answer = (
-            tuple(llm.tokenizer.encode(task[key], add_special=False, parse_special=False))
-            for key in ("prompt", "reference")
-        )
-        tasks.setdefault(task["kind"], []).append((prompt, answer[:MAX_REFERENCE]))
-    numbers = iter(range(1, 10**6))
-
-    def decoding(
-        prompt: tuple[int, ...], forced: tuple[int, ...], most: int, speculation: bool
-    ) -> float:
-        """Seconds behind the first token."""
-        params = replace(GREEDY, force_ids=forced, max_tokens=most, speculation=speculation)
-        engine = llm.built.engine
-        engine.submit(Request(next(numbers), prompt, params))
-        while not engine.step():
-            pass
-        begin = time.perf_counter()
-        while engine.has_work:
-            engine.step()
-        return time.perf_counter() - begin
-
-    targets = {"verbatim": 2.5, "fix_typos": 2.5, "human_task": 0.97}
-    for kind, jobs in tasks.items():
-        for free in (False, True):
-            ratios = []
-            for prompt, answer in jobs:
-                forced = () if free else answer
-                with_drafts = decoding(prompt, forced, len(answer), True)
-                ratios.append(decoding(prompt, forced, len(answer), False) / with_drafts)
-            middle, target = statistics.median(ratios), None if free else targets.get(kind)
-            what = f"prompt lookup, {kind}, {'running freely' if free else 'reference forced'}"
-            aim = f": at least {target}x" if target else ""
-            figure = f"{middle:.2f}x ({len(ratios)} tasks, {min(ratios):.2f} to {max(ratios):.2f})"
-            yield Line(what + aim, figure, None if target is None else middle >= target)
-    stats = llm.built.engine.scheduler.stats()
-    accepted = stats["accepted_tokens"] / max(stats["draft_tokens"], 1)
-    yield Line("drafted tokens that were right, all of these", f"{accepted:.1%}", None)
-
-
 def prefix() -> Iterator[Line]:
     """Workload `prefix` with the cache and without."""
     path = DATA / "workloads" / "prefix.jsonl"
@@ -219,7 +172,6 @@ if __name__ == "__main__":
     checks = {
         "memory": memory,
         "samples": samples,
-        "lookup": lookup,
         "draft": pair,
         "prefix": prefix,
     }
