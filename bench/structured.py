@@ -10,10 +10,12 @@ so the grammar is known. Exits with 1 if a median of the ratios is below 0.9.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.config.settings import EngineConfig
@@ -24,23 +26,7 @@ from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.request import Request
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "email": {"type": "string", "pattern": r"^[a-z]+@[a-z]+\.(com|org)$"},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 4},
-        "address": {
-            "type": "object",
-            "properties": {"street": {"type": "string"}, "number": {"type": ["integer", "null"]}},
-            "required": ["street", "number"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "age", "email", "tags", "address"],
-    "additionalProperties": False,
-}
+PERSON = json.loads((Path(__file__).parent / "data" / "person_schema.json").read_bytes())
 SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
 TOPICS = (
     "sailors",

@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -63,32 +64,7 @@ import run_judge  # noqa: E402
 from run_common import open_room, tell  # noqa: E402
 
 # Where a part is, and seconds after which it is ended.
-PARTS = {
-    "ceilings": ("run_speed", 60),
-    "grid": ("run_right", 300),
-    "right": ("run_right", 300),
-    "proof": ("run_right", 120),
-    "bits": ("run_bits", 300),
-    "decode": ("run_speed", 300),
-    "prefill": ("run_speed", 120),
-    "start": ("run_load", 120),
-    "idle": ("run_load", 120),
-    "batch32": ("run_load", 120),
-    "nano": ("run_load", 300),
-    "burst": ("run_load", 120),
-    "torch": ("run_peers", 120),
-    "peers": ("run_peers", 400),
-    "invariance": ("run_speed", 240),
-    "kinds": ("run_kinds", 240),
-    "forms": ("run_forms", 120),
-    "mixtures": ("run_mixtures", 120),
-    "profile": ("run_profile", 120),
-    "ranks": ("run_ranks", 60),
-    "ranks_model": ("run_ranks", 90),
-    "pdl": ("run_pdl", 120),
-    "sampling": ("run_sampling", 60),
-    "attention": ("run_attention", 90),
-}
+PARTS: dict[str, tuple[str, int]] = json.loads(HERE.joinpath("parts.json").read_bytes())
 # For --together: parts that go behind each other, beside the other lanes.
 LANES = (
     ("grid",),

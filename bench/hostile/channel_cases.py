@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hostile import frames, whole_server
@@ -36,19 +37,8 @@ FROM_ENGINE: tuple[Any, ...] = (
     Configured(SETTINGS),
     Event(1, 0, 5, (1,)),
 )
-ASKED: tuple[dict[str, Any], ...] = (
-    {"prompt": "hello"},
-    {"prompt": "hello", "logprobs": 2, "prompt_logprobs": 1, "timings": True, "n": 2},
-    {"prompt": "hello", "stream": True, "logprobs": 1, "timings": True, "stop": ["quick"]},
-    {
-        "prompt": "a",
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    },
-    {"prompt": "hello there", "n": 2, "best_of": 3},
-    {"prompt": "hello", "echo": True, "logprobs": 3, "max_tokens": 3},
-    {"prompt": ["ab", "cd"], "prompt_logprobs": 2, "stream": True},
+ASKED: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("channel_requests.json").read_bytes()
 )
 ADMIN = [(b"authorization", b"Bearer " + whole_server.ADMIN.encode())]
 TIMEOUT = 0.04  # seconds until an engine that does not move is replaced
