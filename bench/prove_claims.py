@@ -40,7 +40,6 @@ CROWD = 16
 PROBES = 8
 COLD_LIMIT = 5.0  # seconds to the first token of a new process
 MORE_GAP = 0.5  # seconds by which a neighbour may lengthen a gap
-ATTACKERS = 4
 KINDS = ("schemas", "texts", "sockets")  # of attacks, beside huge prompts
 ATTACK_PATIENCE = 4.0  # seconds after which an attacker leaves
 LONG = 1400  # words of a long prompt, some 1,500 tokens
@@ -342,25 +341,25 @@ def kill(target: Target, dice: random.Random) -> Verdict:
 
 
 def attack(target: tuple[str, str], seed: int, seconds: float, begun: Event) -> None:
-    """ATTACKERS clients that send huge prompts, costly schemas, long texts and slow or broken uploads."""
+    """Four clients, one of each kind: costly schemas, long texts, slow or broken uploads, huge prompts."""
     url, model = target
-    dice = random.Random(seed)
-    acts = [one.act for one in hostile.catalogue(seed) if one.kind in KINDS]
-    for _ in range(len(acts) // len(KINDS)):
-        fields = {"model": model, "max_tokens": 1, "prompt": some_text(dice, LONG)}
-        acts.append(hostile.as_json("/v1/completions", fields))
-    acts = dice.choices(acts, k=4000)
     address = urlsplit(url)
+    dice = random.Random(seed)
+    catalogue = hostile.catalogue(seed)
+    kinds = [[one.act for one in catalogue if one.kind == kind] for kind in KINDS]
+    prompts = [some_text(dice, LONG) for _ in range(32)]
+    huge = [{"model": model, "max_tokens": 1, "prompt": prompt} for prompt in prompts]
+    kinds.append([hostile.as_json("/v1/completions", body) for body in huge])
     begun.set()
     until = time.monotonic() + seconds
 
     def client(number: int) -> None:
-        for act in acts[number::ATTACKERS]:
-            left = until - time.monotonic()
-            with contextlib.suppress(OSError, ValueError):  # a ValueError when no time is left
+        while (left := until - time.monotonic()) > 0:
+            act = random.choice(kinds[number])
+            with contextlib.suppress(OSError):
                 act(str(address.hostname), address.port or 80, min(ATTACK_PATIENCE, left))
 
-    harness.in_threads(ATTACKERS, client)
+    harness.in_threads(len(kinds), client)
 
 
 def polite(target: Target, dice: random.Random, seconds: float) -> list[float]:
