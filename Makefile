@@ -56,7 +56,7 @@ bench-kernels: $(VENV)/.dev ## each operator beside the machine's limits and the
 bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and Transformers (bench/peers/setup.sh)
 	$(BIN)/python bench/peers/run.py $(ARGS)
 
-prove: $(VENV)/.dev model ## six claims and a check of weights, put to ours and the peers that are installed: bench/PROVE.md
+prove: $(VENV)/.dev model ## seven claims put to ours and to the peers that are installed, or to --server NAME=URL: bench/PROVE.md
 	$(BIN)/python bench/prove.py $(ARGS)
 
 compare: $(VENV)/.core model ## static and continuous batching on this machine, as pictures: compare.html, in about a minute
