@@ -57,7 +57,7 @@ def standard(model: str) -> list[Target]:
             command, environment, _ = launch.COMMANDS[name](0, None)
             command[command.index("--port") + 1] = "{port}"
             if name == "vllm":
-                command.append("--enable-prompt-tokens-details")
+                command += ["--enable-prompt-tokens-details", "--enforce-eager"]
             else:
                 command += ["-c", str(16 * 2048)]  # the long prompts need 2,048 tokens in each slot
             found.append(Target(name, command, environment))
