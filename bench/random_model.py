@@ -1,7 +1,7 @@
 """Writes a GGUF file of a known shape with random weights: to measure speed where no weights are at hand.
 
     python bench/random_model.py qwen3-4b Q4_K_M FILE.gguf [--seed 1]
-    python bench/random_model.py gemma4_e2b Q4_K_M FILE.gguf
+    python bench/random_model.py qwen3_6_35b Q4_K_M FILE.gguf --layers 12
 
 Shapes are those of the published configurations; types of tensors are those that llama-quantize chooses
 for a type of file. Weights of a matrix with k inputs have mean 0 and standard deviation 1 / sqrt(k), so that
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,10 @@ from pageturner.models.names import gguf_layout
 from pageturner.models.spec import ModelSpec
 from support import gemma4, gguf_writer
 from support.hf_folder import GOLDENS
+from support.hybrid_gguf import keys_of
 
 GEMMA = "models/gemma3-270m-q4_k_m.gguf"
+QWEN35 = "vocabs/ggml-vocab-qwen35.gguf"
 QWEN = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 LLAMA = "vocabs/ggml-vocab-llama-bpe.gguf"
 Bytes = NDArray[np.uint8]
@@ -65,29 +68,46 @@ SHAPES = {
     "qwen3-4b": Shape(
         "qwen3", QWEN, 36, 2560, 32, 8, 128, 9728, 151_936, 1e6, 1e-6, True, qk_norm=True
     ),
+    "qwen2.5-7b": Shape(
+        "qwen2", QWEN, 28, 3584, 28, 4, 128, 18_944, 152_064, 1e6, 1e-6, False, qkv_bias=True
+    ),
     "llama-3.1-8b": Shape("llama", LLAMA, 32, 4096, 32, 8, 128, 14_336, 128_256, 5e5, 1e-5, False),
 }
 
 
-PUBLISHED = ("gemma4_e2b", "gemma4_e4b", "gemma4_26b", "gemma4_31b")  # by their config.json
+# By their config.json: what llama.cpp calls the architecture, and whose tokenizer the file gets.
+PUBLISHED = {f"gemma4_{size}": ("gemma4", GEMMA) for size in ("e2b", "e4b", "26b", "31b")} | {
+    "qwen3_30b": ("qwen3moe", QWEN),
+    "qwen3_5_4b": ("qwen35", QWEN35),
+    "qwen3_6_35b": ("qwen35moe", QWEN35),
+}
+IN_FLOATS = ("ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_dt")  # beside vectors
+LOUDER = 30  # times: embeddings that stand out of what the first layers add, so that rows differ
 
 
-def published(name: str) -> ModelSpec:
-    """The spec of a published configuration."""
+def published(name: str, layers: int = 0) -> ModelSpec:
+    """The spec of a published configuration, of its first layers alone where a number is given."""
     values = json.loads((GOLDENS / "published_configs.json").read_text())[name]
-    return read_hf_spec(values, "config.json", name, has_head=False)
+    if layers:
+        values["num_hidden_layers"] = layers
+    return read_hf_spec(values, "config.json", name, has_head=not name.startswith("gemma4"))
 
 
-def published_tensors(spec: ModelSpec, file_type: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def published_tensors(
+    spec: ModelSpec, arch: str, file_type: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of each tensor by llama.cpp's names; as `tensors`."""
-    parts = gguf_layout(
-        replace(spec, arch="gemma4"), lambda name: "output_scale" in name or "gate_up" in name
-    )
-    found = {"rope_freqs.weight": ("F32", (spec.rope.dim // 2,))}
+    wanted = ("output_scale", "gate_up") if arch == "gemma4" else ("output.weight",)
+    parts = gguf_layout(replace(spec, arch=arch), lambda name: any(part in name for part in wanted))
+    found = {}
+    if arch == "gemma4":
+        found["rope_freqs.weight"] = ("F32", (spec.rope.dim // 2,))
     for name, size in {part.name: part.shape for part in parts.all()}.items():
+        if name in found:
+            continue
         layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
-        kind = "F32" if len(size) == 1 or "ffn_gate_inp" in name else ""
-        if name.endswith("token_embd.weight") and file_type == "Q4_K_M":
+        kind = "F32" if len(size) == 1 or any(part in name for part in IN_FLOATS) else ""
+        if name.endswith("token_embd.weight") and file_type == "Q4_K_M" and spec.tied:
             kind = "Q6_K"
         found[name] = (kind or kind_of(name, file_type, layer, spec), size)
         columns = size[-1]
@@ -119,6 +139,7 @@ BLOCKS = {
     "Q6_K": Block(14, 256, 210, ((208, 18.5 * 73.9),)),
 }
 CHUNK = 1 << 24  # bytes at once
+UNUSED = 5  # a type of tokens, of llama.h
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}  # numbers of llama.h's llama_ftype
 
 
@@ -179,18 +200,24 @@ def tensors(shape: Shape, file_type: str) -> dict[str, tuple[str, tuple[int, ...
     return found
 
 
-def tokenizer(source: str) -> dict[str, gguf_writer.Value]:
-    """The keys of the tokenizer of a file in the cache folder."""
-    return {
-        key: value.tolist() if isinstance(value, Array) else value  # type: ignore[misc]
+def tokenizer(source: str, vocab: int) -> dict[str, gguf_writer.Value]:
+    """The keys of the tokenizer of a file in the cache folder, with tokens that nothing becomes behind its own."""
+    keys: dict[str, Any] = {
+        key: value.tolist() if isinstance(value, Array) else value
         for key, value in open_gguf(hub.cache_folder().parent / source).metadata.items()
         if key.startswith("tokenizer.")
     }
+    tokens: Any = keys["tokenizer.ggml.tokens"]
+    types: Any = keys["tokenizer.ggml.token_type"]
+    more = range(len(tokens), vocab)
+    tokens += [f"[PAD{i}]" for i in more]
+    types += [UNUSED for _ in more]
+    return keys
 
 
 def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.Value]:
     """What the file says of itself, with the tokenizer of `shape.source`."""
-    kept = tokenizer(shape.source)
+    kept = tokenizer(shape.source, shape.vocab)
     a = shape.arch
     return {
         "general.architecture": a,
@@ -211,14 +238,21 @@ def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.V
     } | kept
 
 
-def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generator) -> Bytes:
-    """So many rows of a matrix."""
-    block, size = BLOCKS[kind], columns**-0.5
+def random_rows(
+    kind: str, rows: int, columns: int, generator: np.random.Generator, times: float = 1.0
+) -> Bytes:
+    """So many rows of a matrix, so many times as large as they would be."""
+    block, size = BLOCKS[kind], times * columns**-0.5
     if not block.scales:
         floats = generator.standard_normal((rows, columns), np.float32) * np.float32(size)
         return floats.astype(np.float16 if kind == "F16" else np.float32).view(np.uint8).reshape(-1)
     raw = np.frombuffer(generator.bytes(rows * columns // block.values * block.nbytes), np.uint8)
     blocks = raw.reshape(-1, block.nbytes).copy()
+    if (
+        kind == "Q4_0"
+    ):  # -8 becomes 0: each layer would amplify a mean, and all rows choose the same experts
+        blocks[:, 2:] |= ((blocks[:, 2:] & 15) == 0).astype(np.uint8) * 8
+        blocks[:, 2:] |= ((blocks[:, 2:] >> 4) == 0).astype(np.uint8) * 128
     if (
         kind == "Q4_K"
     ):  # each min is its group's scale; of groups 4 to 7 the upper two bits lie in 0 to 7
@@ -230,17 +264,28 @@ def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generat
 
 
 def write(
-    path: Path, name: str, file_type: str, seed: int, say: Callable[[str], None] = print
+    path: Path,
+    name: str,
+    file_type: str,
+    seed: int,
+    layers: int = 0,
+    say: Callable[[str], None] = print,
 ) -> int:
     """The file, by way of another name, so that half a file is never found. Its size in bytes."""
     generator = np.random.default_rng(seed)
     table, offset = b"", 0
     if name in PUBLISHED:
-        found = published_tensors(published(name), file_type)
-        about = gemma4.metadata(published(name)) | tokenizer(GEMMA)
+        arch, source = PUBLISHED[name]
+        spec = published(name, layers)
+        found = published_tensors(spec, arch, file_type)
+        about = (
+            gemma4.metadata(spec) if arch == "gemma4" else gguf_writer.of_arch(arch, keys_of(spec))
+        )
+        about |= tokenizer(source, found["token_embd.weight"][1][0])
     else:
-        found = tensors(SHAPES[name], file_type)
-        about = metadata(SHAPES[name], name, file_type)
+        shape = replace(SHAPES[name], layers=layers or SHAPES[name].layers)
+        found = tensors(shape, file_type)
+        about = metadata(shape, name, file_type)
     for tensor, (kind, size) in found.items():
         table += gguf_writer.tensor_row(tensor, BLOCKS[kind].number, size, offset)
         offset += -(-nbytes(kind, size) // gguf_writer.ALIGNMENT) * gguf_writer.ALIGNMENT
@@ -257,14 +302,15 @@ def write(
                 vector = (
                     np.ones(size, np.float32) + generator.standard_normal(size, np.float32) / 10
                 )
-                raw = vector.astype(np.float32).tobytes()
-                out.write(gguf_writer.padded(raw))
+                sign = -1 if tensor.endswith("ssm_a") else 1  # states decay
+                out.write(gguf_writer.padded((sign * vector).astype(np.float32).tobytes()))
                 continue
             rows, columns = int(np.prod(size[:-1])), size[-1]
+            times = LOUDER if tensor == "token_embd.weight" else 1
             written, step = 0, max(1, CHUNK // nbytes(kind, (1, columns)))
             for first in range(0, rows, step):
                 written += out.write(
-                    random_rows(kind, min(step, rows - first), columns, generator).data
+                    random_rows(kind, min(step, rows - first), columns, generator, times).data
                 )
             out.write(bytes(-written % gguf_writer.ALIGNMENT))
     partial.rename(path)
@@ -286,8 +332,9 @@ def main() -> None:
     parser.add_argument("type", choices=FILE_TYPES)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=0, help="the first ones alone")
     arguments = parser.parse_args()
-    write(arguments.file, arguments.shape, arguments.type, arguments.seed)
+    write(arguments.file, arguments.shape, arguments.type, arguments.seed, arguments.layers)
 
 
 if __name__ == "__main__":

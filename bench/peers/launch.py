@@ -94,6 +94,7 @@ def find_llama(binary: str) -> Path:
     raise FileNotFoundError(f"{binary} is not installed: bench/peers/setup.sh llama")
 
 
+LONG_SLOT_TOKENS = 2304  # of one that takes a prompt of 2,048
 SLOT_TOKENS = 1152  # of each slot of a llama-server: the longest request of mixed64
 
 
@@ -102,6 +103,7 @@ def llama_command(
     model: Path | None,
     *,
     slots: int = 16,
+    slot_tokens: int = SLOT_TOKENS,
     binary: Path | None = None,
     more: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str], str]:
@@ -111,12 +113,12 @@ def llama_command(
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: bench/peers/setup.sh, or `make model`")
     command = [str(binary), "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-t", "2"]
-    room = ["-np", str(slots), "-c", str(SLOT_TOKENS * slots)]
+    room = ["-np", str(slots), "-c", str(slot_tokens * slots)]
     return [*command, *room, "--alias", "peer", *more], {}, "peer"
 
 
 def ik_command(
-    port: int, model: Path | None, *, slots: int = 16
+    port: int, model: Path | None, *, slots: int = 16, slot_tokens: int = SLOT_TOKENS
 ) -> tuple[list[str], dict[str, str], str]:
     """ik_llama.cpp's server, its weights repacked for the machine at load, its fast attention on."""
     binary = (
@@ -127,8 +129,9 @@ def ik_command(
             f"{binary} is missing: build ik_llama.cpp (Release, GGML_NATIVE=ON) and put its llama-server"
             " there, or name its folder in PAGETURNER_IK_LLAMA"
         )
+    more = ["-rtr", "-fa", "on", "--log-disable"]
     return llama_command(
-        port, model, slots=slots, binary=binary, more=["-rtr", "-fa", "on", "--log-disable"]
+        port, model, slots=slots, slot_tokens=slot_tokens, binary=binary, more=more
     )
 
 
@@ -160,7 +163,9 @@ COMMANDS: dict[str, Callable[[int, Path | None], tuple[list[str], dict[str, str]
     "llama": llama_command,
     "llama-q4_0": lambda port, model: llama_command(port, model or gguf("q4_0")),
     "llama-64": partial(llama_command, slots=64),
+    "llama-8": partial(llama_command, slots=8, slot_tokens=LONG_SLOT_TOKENS),
     "ik": ik_command,
+    "ik-8": partial(ik_command, slots=8, slot_tokens=LONG_SLOT_TOKENS),
     "ik-64": partial(ik_command, slots=64),
     "llama-q8_0": lambda port, model: llama_command(port, model or gguf("q8_0")),
     "vllm": vllm_command,

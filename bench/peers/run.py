@@ -133,7 +133,7 @@ def transformers(name: str) -> contextlib.AbstractContextManager[Measure]:
 
 
 # Ours is always the file as it comes (Q4_1). Types that llama.cpp and OpenVINO are faster with are variants.
-LLAMA = ("llama", "llama-64", "llama-q4_0", "llama-q8_0", "ik", "ik-64")
+LLAMA = ("llama", "llama-8", "llama-64", "llama-q4_0", "llama-q8_0", "ik", "ik-8", "ik-64")
 OPENVINO = {  # name -> type of the file, flags
     "openvino": ("q4_1",),
     "openvino-prefix": ("q4_1", "--prefix-caching"),

@@ -17,6 +17,7 @@ from pageturner.models.spec import ModelSpec
 from support import gguf_writer as w
 from support.decoding import Decoding
 from support.hf_folder import GOLDENS
+from support.hybrid_gguf import keys_of
 from support.mtp import head_logits, write_head
 
 FAMILIES = GOLDENS / "families"
@@ -142,31 +143,10 @@ def written(
 ) -> Path:
     folder, arch = folder or FAMILIES / name, ARCHES[name]
     _, spec, _ = open_model(folder)
-    linear, experts = spec.linear, spec.experts
-    assert linear is not None
-    sizes = w.sizes_of(spec) | {
-        "attention.layer_norm_rms_epsilon": spec.eps,
-        "rope.dimension_count": spec.rope.dim,
-        "rope.dimension_sections": [11, 11, 10, 0],
-        "rope.freq_base": spec.rope.base,
-        "ssm.conv_kernel": linear.kernel,
-        "ssm.state_size": linear.key_dim,
-        "ssm.group_count": linear.key_heads,
-        "ssm.time_step_rank": linear.value_heads,
-        "ssm.inner_size": linear.values,
-        "full_attention_interval": 4,
-    }
+    sizes = keys_of(spec)
     if name == "qwen3_next":
-        recurrent = [int(i in linear.layers) for i in range(spec.layers)]
-        sizes["attention.recurrent_layers"] = [bool(flag) for flag in recurrent]
-    if experts is not None:
-        sizes |= {
-            "expert_count": experts.count,
-            "expert_used_count": experts.top_k,
-            "expert_feed_forward_length": experts.ffn,
-            "expert_shared_feed_forward_length": experts.shared,
-            "leading_dense_block_count": min(experts.layers),
-        }
+        assert spec.linear is not None
+        sizes["attention.recurrent_layers"] = [i in spec.linear.layers for i in range(spec.layers)]
     path.write_bytes(w.in_floats(arch, sizes | changes, tensors_of(folder, older)))
     return path
 
