@@ -43,7 +43,7 @@ BARS = {
 BUDGETS = {
     ".": 8_700,
     "scheduler": 12_600,
-    "policies": 25_650,
+    "policies": 25_700,
     "telemetry": 8_400,
     "config": 4_300,
     "ipc": 2_350,

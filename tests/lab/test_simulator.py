@@ -261,3 +261,28 @@ def test_memory_does_not_grow_with_requests() -> None:
     assert not simulator._open
     assert not simulator._events
     assert not any(load.open for fleet in simulator.fleets for load in fleet.loads)
+
+
+def test_drafts_by_suffixes_where_the_answers_are_known() -> None:
+    """The proposer and the prices of an engine, on a clock of the simulator's own: the same tokens in fewer steps."""
+    verse = tuple(range(100, 130))
+    jobs = [
+        TrafficRequest(
+            prompt=(7, *verse, i), output=40, max_tokens=60, arrival=0.0, answer=(*verse, *verse)
+        )
+        for i in range(2)
+    ]
+    found = {}
+    for kind in ("off", "suffix"):
+        simulator = Simulator(
+            lambda: make_stack(num_blocks=400, block_size=16, max_model_len=2000).scheduler,
+            COST,
+            num_blocks=400,
+            speculation=kind,
+        )
+        simulator.run(OpenLoop(jobs), progress=False)
+        found[kind] = simulator
+    plain = found["off"]
+    drafted = found["suffix"]
+    assert drafted.usage.steps < plain.usage.steps / 2
+    assert drafted.metrics.end < plain.metrics.end

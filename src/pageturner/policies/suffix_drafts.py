@@ -11,7 +11,9 @@ token takes one entry of a dict, and the oldest are forgotten by dropping a dict
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from pageturner.policies.drafts import PricedDrafts, SequenceMemory
@@ -282,8 +284,10 @@ def _shared(places: _Places, text: list[int]) -> int:
     return best
 
 
-def suffix_drafter(speculation: str) -> PricedDrafts | None:
+def suffix_drafter(
+    speculation: str, clock: Callable[[], float] = time.perf_counter
+) -> PricedDrafts | None:
     """The priced proposer of this kind of speculation; None where suffixes are not asked for."""
-    if speculation in ("suffix", "ngram"):
-        return PricedDrafts(SuffixDrafts(own=speculation == "ngram"))
+    if speculation in ("auto", "suffix", "ngram"):
+        return PricedDrafts(SuffixDrafts(own=speculation == "ngram"), clock)
     return None

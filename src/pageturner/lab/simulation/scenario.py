@@ -96,6 +96,7 @@ class Scenario:
                 self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes, self.loads
             ),
             roles=self.roles,
+            speculation=self.config.speculation,
             leaps=self.loads == "requests",  # else replicas report what lies in the middle of one
             tiers=self._tiers if self.tiers else None,
             changes=self._changes(),

@@ -43,12 +43,14 @@ from pageturner.lab.simulation.replica_changes import Changes, StreamMoves
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.lab.traffic.block_names import BlockNames
 from pageturner.lab.traffic.traffic import END, Traffic, TrafficRequest
+from pageturner.policies.drafts import PricedDrafts
+from pageturner.policies.suffix_drafts import suffix_drafter
 from pageturner.progress import Progress
 from pageturner.request import Refused, Request, Resume
 from pageturner.router.load_balancer import RoundRobin
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.scheduler import Scheduler
-from pageturner.scheduler.types import Output, Plan, Result, Sequence
+from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence
 from pageturner.telemetry.work import work_of
 
 MAX_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
@@ -106,32 +108,54 @@ class _Executor:
     """Gives every sequence that computed all it has its next token, and the last one where it
     ends."""
 
-    def __init__(self, open: dict[int, _InFlight]) -> None:
+    def __init__(self, open: dict[int, _InFlight], *, drafts: bool) -> None:
         self._open = open
+        self._drafts = drafts
         self._nothing = Output()
         self._end = Output([END])
 
-    def run(self, plan: Plan) -> Result:
-        return Result([self._output(item.sequence, item.n) for item in plan.items])
+    def run(self, plan: Plan, drafts: PricedDrafts | None) -> Result:
+        """Compute a step; drafts: of its replica, for answers whose every token is known."""
+        outputs = [self._output(item) for item in plan.items]
+        if drafts is not None:
+            pairs = zip(plan.items, outputs, strict=True)
+            known = [pair for pair in pairs if self._is_known(pair[0].sequence)]
+            if known:
+                drafts.propose([item for item, _ in known], [output for _, output in known])
+        return Result(outputs)
 
-    def _output(self, seq: Sequence, n: int) -> Output:
-        if seq.computed + n < len(seq.tokens):
+    def _is_known(self, seq: Sequence) -> bool:
+        return not isinstance(self._open[seq.request.id].asked.answer, int)
+
+    def _output(self, item: Item) -> Output:
+        seq = item.sequence
+        if seq.computed + item.n < len(seq.tokens):
             return self._nothing
         one = self._open[seq.request.id]
-        if seq.generated + 1 >= one.ends:
+        left = one.ends - seq.generated - 1
+        if left <= 0:
             return self._end
         if isinstance(one.asked.answer, int):
             return one.output
-        return Output(one.asked.answer_tokens(seq.generated, 1))
+        count = item.drafted
+        if not count:
+            return Output(one.asked.answer_tokens(seq.generated, 1))
+        tokens = [*one.asked.answer_tokens(seq.generated, left), END]
+        right = 0
+        while right < min(count, left) and tokens[right] == seq.draft[right]:
+            right += 1
+        return Output(tokens[: right + 1])
 
     def middle(self, seq: Sequence, count: int) -> list[int]:
         """The next `count` tokens of an answer, of which none is the last."""
         return self._open[seq.request.id].asked.answer_tokens(seq.generated, count)
 
     def remaining(self, seq: Sequence) -> int:
-        """Tokens that it gets before its last one; none before the first, whose time is noted at
-        once."""
+        """Tokens that it certainly gets one by one before its last one; none before the first,
+        whose time is noted at once."""
         one = self._open[seq.request.id]
+        if self._drafts and self._is_known(seq):
+            return 0
         return one.ends - seq.generated - 1 if one.clock.first >= 0 else 0
 
 
@@ -152,6 +176,7 @@ class _Replica:
     ends: list[float] = field(default_factory=list)
     event: int = -1
     tiers: SimulatedTiers | None = None
+    drafts: PricedDrafts | None = None
 
     def add_counts(self, sums: Counter[str]) -> None:
         """Add what its scheduler and its tiers counted."""
@@ -205,6 +230,7 @@ class Simulator:
     scheduler   makes the scheduler of a replica when it gets its first request
     num_blocks  KV blocks of each replica
     fleets      the replicas that answer; with `roles` those that compute prompts stand before them
+    speculation  how drafts are made, where traffic holds the tokens of its answers
     leaps       whether steps that are alike may be taken at once (fast_forward.py)
     tiers       makes the slower memory of a replica, behind its pool
     changes     decides which replicas end and begin; moves: the streams of those that end
@@ -219,6 +245,7 @@ class Simulator:
     num_blocks: int
     fleets: Several[SimulatedFleet] = field(default_factory=_one_replica)
     roles: Roles | None = None
+    speculation: str = "off"
     leaps: bool = True
     watch: Watch | None = None
     tiers: Callable[[BlockPool], SimulatedTiers] | None = None
@@ -236,11 +263,15 @@ class Simulator:
         self._past = Counter[str]()  # what the schedulers counted that are gone
         self._waiting: list[Coming] = []  # while no replica takes requests
         self._open: dict[int, _InFlight] = {}
-        self._executor = _Executor(self._open)
+        self._now = 0.0  # when the step ends that is taken in
+        self._executor = _Executor(self._open, drafts=self._drafter() is not None)
         self._ids = itertools.count(1)
         self._events: list[tuple[float, int, int, Coming | None]] = []
         self._order = itertools.count()
         self._turns = 0
+
+    def _drafter(self) -> PricedDrafts | None:
+        return suffix_drafter(self.speculation, lambda: self._now)
 
     # -- time --------------------------------------------------------------------------------------
     def run(self, traffic: Traffic, *, progress: bool | None = None) -> None:
@@ -346,7 +377,7 @@ class Simulator:
         """The replica; where it had no scheduler a new one, with the KV that is kept of it."""
         replica = self._replicas.get(number)
         if replica is None:
-            replica = self._replicas[number] = _Replica(self.scheduler())
+            replica = self._replicas[number] = _Replica(self.scheduler(), drafts=self._drafter())
             pool = replica.scheduler.pool
             replica.tiers = self.tiers(pool) if self.tiers else None
             for key in self._kept.pop(number, ()):
@@ -403,7 +434,8 @@ class Simulator:
             self.watch(number, replica.begin, now, plan)
         self.usage.add(now - replica.begin, 1, scheduler.load[2] / self.num_blocks)
         ended = []
-        for event in scheduler.commit(plan, self._executor.run(plan), now):
+        self._now = now
+        for event in scheduler.commit(plan, self._executor.run(plan, replica.drafts), now):
             one = self._open[event.id]
             if event.tokens:
                 one.clock.gained(len(event.tokens), now)
