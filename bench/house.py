@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 96_650,
     "cli": 16_350,
 }
-WHOLE = {"src/pageturner": 622_300, "bench": 212_000, "tests": 693_100}  # tokens
+WHOLE = {"src/pageturner": 622_300, "bench": 212_000, "tests": 693_200}  # tokens
 FINDINGS = (
     "upwards",
     "circles",
