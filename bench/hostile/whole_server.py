@@ -46,7 +46,7 @@ from pageturner.server.admission.quota import Quota
 from pageturner.server.app import create_app
 from pageturner.server.engine_client import supervisor
 from pageturner.server.engine_client.open_streams import OpenStreams
-from pageturner.server.engine_client.process import BUFFER_BYTES
+from pageturner.server.engine_client.process import BUFFER_BYTES, RunDelay
 from pageturner.server.engine_client.supervisor import Supervisor
 from pageturner.server.observability.admin import LiveSettings
 from pageturner.server.observability.metrics import Metrics
@@ -99,6 +99,7 @@ class StubEngine:
         self.ledger, fd = Ledger.create()
         os.close(fd)
         self.kv, self.pid, self.code = kv or StubKV(), 1, None
+        self.run_delay = RunDelay(dict)
         self.script = StubEngine.script if not StubEngine.made else None
         StubEngine.made += 1
         self.decoder = MessageDecoder(ToEngine)

@@ -81,8 +81,10 @@ def run_delays(pid: int) -> dict[str, int]:
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
-                found[thread] = int(file.read().split()[1])
+            with contextlib.suppress(OSError, ValueError):  # it ends just now
+                with open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+                    _, waited, _ = file.read().split()
+                found[thread] = int(waited)
     return found
 
 
