@@ -114,7 +114,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "formats": ("errors", "params", "progress", "logs"),
     "text": ("formats", "errors", "params", "request"),
     "kernels": ("formats", "errors", "memory"),
-    "models": ("kernels", "formats", "errors", "memory"),
+    "models": ("kernels", "formats", "errors", "memory", "private_files"),
     "executor": (
         "scheduler",
         "policies.drafts",

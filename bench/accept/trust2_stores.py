@@ -26,16 +26,16 @@ WORDS = [f"{'word' * 25}{number:06}" for number in range(2000)]  # a grammar of 
 HELD = 0.1  # seconds
 CHOICE_MB = 0.008  # what an open answer may take in the API process
 TESTS = {
-    "ids of another tenant are as ids that never were, in every store": (
+    "ids of another tenant are as ids that never were, in every store (before: dropped)": (
         "tests/server/test_tenant_stores.py tests/server/test_history.py"
         " tests/server/test_keys.py::test_tenants_are_kept_apart"
     ),
-    "files of a server, also where they were open before": "tests/e2e/test_private_files.py",
-    "a field is sent to the engine once for all choices": "tests/server/test_submit_repeats.py",
-    "every number field with 10^25, -1, 2^63; a slice of the hunter": (
+    "files of a server, also where they were open to all (before: 0644 in 0755)": "tests/e2e/test_private_files.py",
+    "a field is sent to the engine once for all choices (before: for each)": "tests/server/test_submit_repeats.py",
+    "every number field with 10^25, -1, 2^63; a slice of the hunter (before: 500)": (
         "tests/server/test_hunter.py -m slow"
     ),
-    "verify: CR LF, lone CR, BOM, UTF-16, a line end more": (
+    "verify: CR LF, lone CR, BOM, UTF-16, a line end more (before: accused)": (
         "tests/e2e/test_receipts.py -k honest"
     ),
 }
@@ -63,16 +63,16 @@ def grammar_of_many(server: Server, other: Server) -> Iterator[Line]:
     )
     held, usual = (one.worst_health(begin, end) for one in (watch, beside))
     figure = f"{held:.3f} s, of a server that nobody asks {usual:.3f} s"
-    yield Line(f"{what}: /health waits", figure, held < HELD + usual)
+    yield Line(f"{what}: /health waits (before: 0.3 s)", figure, held < HELD + usual)
     peak = watch.peak(begin, end) - rest
     most = 4 * len(body) / 2**20 + trust_hostile.SLACK_MB + PROMPTS * CHOICE_MB
     yield Line(
-        f"{what}: API memory over rest",
+        f"{what}: API memory over rest (before: 6 times the body)",
         f"{peak:.0f} MB for a body of {len(body) / 2**20:.1f}",
         peak < most,
     )
     kept = harness.rss_mb(server.engine_pid()) - engine
-    yield Line(f"{what}: engine keeps", f"{kept:+.0f} MB", kept < 100)
+    yield Line(f"{what}: engine keeps (before: 456 MB)", f"{kept:+.0f} MB", kept < 100)
     watch.close()
     beside.close()
 
@@ -82,14 +82,16 @@ def bounds(server: Server) -> Iterator[Line]:
     moved = {"path": "/v1/completions", "body": "{}", "tokens": [1]}
     moved |= {"begun": {"fingerprint": "x", "seed": 10**25, "created": 1}}
     status, _ = trust2_hunter.ask(server.url, "", "POST", "/v1/streams/resume", moved)
-    yield Line("begun.seed of 10^25", str(status), status == 400)
+    yield Line("begun.seed of 10^25 (before: 500)", str(status), status == 400)
 
 
 def disk(server: Server, folder: Path) -> Iterator[Line]:
     """600 KB of `{}` as a batch."""
 
     status, _ = trust2_hunter.upload(server.url, "", "{}\n" * 200_000)
-    yield Line("a file of 200,000 lines of {}", str(status), status == 413)
+    yield Line(
+        "a file of 200,000 lines of {} (before: 131 MB on the disk)", str(status), status == 413
+    )
     file = json.loads(trust2_hunter.upload(server.url, "", "{}\n" * 49_900)[1])["id"]
     wanted = {"input_file_id": file, "endpoint": "/v1/completions"}
     id = json.loads(trust2_hunter.ask(server.url, "", "POST", "/v1/batches", wanted)[1])["id"]
@@ -134,7 +136,7 @@ def lines(_: argparse.Namespace) -> Iterator[Line]:
     for what, tests in TESTS.items():
         yield pytest_line(what, *tests.split())
     yield pytest_line(
-        "timelines and batches are bounded",
+        "timelines and batches are bounded (before: 2 to 4 GB)",
         "tests/server/test_batches.py",
         "-k",
         "bound or bad_lines",

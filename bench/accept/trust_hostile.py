@@ -38,7 +38,6 @@ import hostile_requests as hostile
 
 STREAMS, TOKENS = 16, 120
 PATIENCE = 6.0  # seconds after which an attacker leaves
-PATIENT = 600.0  # seconds for what is no attack, on a machine that others use, too
 INTENSITIES = {"one": (1, 1), "eight in a row": (8, 1), "eight at once": (1, 8)}  # times, at once
 MORE_GAP = 0.1  # seconds by which a gap may grow
 ORDINARY = 2 * STREAMS * 10  # tokens of prompts of the streams themselves, at most
@@ -341,7 +340,7 @@ def warm(server: Server) -> None:
     for size in (16_000, 200_000):
         body = json.dumps({"prompt": "a few words " * (size // 12)}).encode()
         request = urllib.request.Request(f"{server.url}/tokenize", body, HEADERS)
-        urllib.request.urlopen(request, timeout=PATIENT).read()
+        urllib.request.urlopen(request, timeout=harness.PATIENT).read()
 
 
 def calm_waits(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
@@ -362,7 +361,7 @@ def full_step(server: Server, clients: Clients) -> float:
         body = json.dumps({"prompt": f"{number} " * 2000, "max_tokens": 1}).encode()
         request = urllib.request.Request(f"{server.url}/v1/completions", body, HEADERS)
         begin = time.monotonic()
-        urllib.request.urlopen(request, timeout=PATIENT).read()
+        urllib.request.urlopen(request, timeout=harness.PATIENT).read()
         gaps.append(clients.gap(begin, time.monotonic())[0])
     return statistics.median(gaps)
 

@@ -1,7 +1,8 @@
-"""Three minutes of chaos: answers of every method are what they were, whatever fails."""
+"""Three minutes of chaos against one server, and as much in the other setups: answers are what they were."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 from support.smollm2 import model_path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
+import trust2_chaos
 import trust_chaos
 
 MINUTES, CLIENTS, FAULTS = 2.5, 8, 16
+SETUPS = [*(one.name for one in trust2_chaos.SETUPS), trust2_chaos.FLEET]
 
 
 @pytest.mark.slow
@@ -28,3 +31,17 @@ def test_nothing_is_lost_repeated_or_changed() -> None:
     assert not [what for what in seen.pressed if what.startswith("500")]
     assert seen.records
     assert seen.behind < seen.before + 64
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_nor_with_ranks_stages_tiers_and_replicas(setup: str) -> None:
+    model_path()
+    options = argparse.Namespace(
+        chaos_minutes=3.0 / len(SETUPS), chaos_clients=CLIENTS, chaos_setups=[setup]
+    )
+    seen = list(trust2_chaos.lines(options))
+    assert len(seen) > 1
+    assert [line for line in seen if line.passed is False] == []

@@ -35,10 +35,11 @@ def wide(path: Path) -> dict[str, str]:
 def begin_open_to_all(folder: Path) -> None:
     """Leave what an older version left: folders and files that everybody may read, or write."""
     (folder / "batches" / "files").mkdir(parents=True)
+    (folder / "packed").mkdir()
     Journal(folder / "batches" / "journal.sqlite").close()
     for name in ("steps", "kv"):
         (folder / name).touch()
-    for one in (folder / "batches", *folder.rglob("*")):
+    for one in folder.rglob("*"):
         one.chmod(0o777 if one.is_dir() else 0o666)
 
 
@@ -53,6 +54,7 @@ def test_all_files_of_a_server_with_all_options(
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(folder))
     flags = f"--batch-dir {folder}/batches --step-log {folder}/steps --step-log-tokens"
+    flags += f" --packed-cache {folder}/packed"
     flags += f" --kv-file {folder}/kv --kv-file-size 4M --kv-cache-memory 1M"
     model = make_folder(tmp_path / "model")
     umask = os.umask(0)  # nothing may hang on it

@@ -12,7 +12,7 @@ from support.smollm2 import model_path
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
 import trust_soak
 
-REQUESTS = 40_000  # none is like another
+REQUESTS = 100_000  # none is like another
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from pageturner.errors import EngineFault
 from pageturner.formats.model_hash import model_marks
 from pageturner.kernels.base import Ops, Weight
+from pageturner.private_files import own_folder
 
 FORMAT = 2  # another number whenever what is packed from the same tensors changes and no fingerprint tells
 _MAGIC = b"PGTPACK1"
@@ -143,7 +144,7 @@ class PackedCache:
         if not self._missed or not fresh:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            own_folder(self._folder)
             self._write(fresh)
             self._remove_stale()
         except OSError as error:
