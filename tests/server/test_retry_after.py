@@ -80,6 +80,16 @@ def test_who_comes_back_when_told_gets_in_nine_times_of_ten(
     assert served >= 0.95 * SEEDS * slots * SECONDS, "kept places cost nothing"
 
 
+def test_more_is_left_over_where_some_answers_are_far_longer_than_others() -> None:
+    held = Counter[bool]()
+    for seed in range(4):
+        told, _ = simulate(
+            seed, lambda chance: min(30.0, 0.3 * chance.paretovariate(1.2)), 4, 12, 30
+        )
+        held += told
+    assert held[True] >= 0.9 * held.total(), held
+
+
 def test_a_long_line_is_told_when_it_is_its_turn() -> None:
     """3,000 come at once where a hundred places a second become free."""
     places, taken, now, held = RetryAfter(100), 100, 1.0, 0

@@ -15,6 +15,9 @@ Under a lasting overload the line grows, and a promise is made to each of many t
 back without one would find all places kept. Whoever asks often for what he does not come for
 lengthens the wait of others at first; but how many promises are taken up is remembered, and of
 those before somebody only so many count.
+
+The pace of ends says little where a few answers are far longer than the others. So how much longer
+than the pace says somebody is told to wait is learnt from the promises that were broken.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ LATELY = (
 REMEMBERED = 1024  # of them
 UNKNOWN_PACE = 1.0  # seconds between two ends, as long as none were seen
 SAFETY = 1.7  # standard deviations of a wait that is left over, when ends come at random
+LARGEST_SAFETY = 10.0  # the same where a few answers are far longer than the others
+KEPT = 0.95  # share of the promises that should hold: SAFETY grows until so many do
+LEARNT = 0.5  # deviations: a broken promise adds KEPT of it, one that holds takes away the rest
 EARLY = 0.05  # seconds by which a client may be early
 GRACE = 3.0  # seconds behind its time, and a tenth of the wait, after which a promise is forgotten
 MAX_PROMISED = 16384  # places; and to one request half of all, which is as many as are ever kept
@@ -60,6 +66,7 @@ class RetryAfter:
         self._promised = 0  # places
         self._taken_up = 1.0  # share of the promises of late for which somebody came
         self._swept_at = 0.0
+        self._safety = SAFETY
         self._ends: deque[float] = deque(maxlen=REMEMBERED)
 
     def ask(self, request: Hashable, taken: int, wanted: int, now: float) -> int:
@@ -72,12 +79,16 @@ class RetryAfter:
         if not taken:
             self._ends.clear()  # how long nobody asked says nothing about the pace
             self._ends.append(now)
-        broken = self._takes_up(request, now)
-        kept = 0 if broken else min(self._promised, self.limit // 2)
-        if wanted <= self.limit - taken - kept:
+        returned = self._takes_up(request, now)
+        kept = 0 if returned else min(self._promised, self.limit // 2)
+        fits = wanted <= self.limit - taken - kept
+        if returned:
+            safety = self._safety + LEARNT * (KEPT - fits)
+            self._safety = max(SAFETY, min(LARGEST_SAFETY, safety))
+        if fits:
             return 0
         before = math.ceil(max(FEWEST, self._taken_up) * self._promised)
-        wait = self._sooner(wanted, now) if broken else self._wait_for(before + wanted, now)
+        wait = self._sooner(wanted, now) if returned else self._wait_for(before + wanted, now)
         if wanted <= max(1, self.limit // 2) and self._promised < MAX_PROMISED:
             promise = Promise(now + wait, now + 1.1 * wait + GRACE, request, wanted)
             insort(self._promises, promise, key=_due)
@@ -119,7 +130,7 @@ class RetryAfter:
 
     def _wait_for(self, places: int, now: float) -> int:
         """Whole seconds in which so many become free, nine times of ten."""
-        seconds = self.pace(now, places) * (places + SAFETY * math.sqrt(places) + 1)
+        seconds = self.pace(now, places) * (places + self._safety * math.sqrt(places) + 1)
         return max(1, min(LONGEST, math.ceil(seconds)))
 
     def _sooner(self, wanted: int, now: float) -> int:
