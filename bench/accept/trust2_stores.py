@@ -116,7 +116,7 @@ def supply() -> Iterator[Line]:
             f"ssh-keygen -q -t ed25519 -N '' -f {key}",
             f"ssh-keygen -q -Y sign -n file -f {key} {signed}",
             f"printf 'r@p %s' \"$(cat {key}.pub)\" > {folder}/allowed",
-            f"ssh-keygen -q -Y verify -f {folder}/allowed -I r@p -n file -s {signed}.sig < {signed}",
+            f"ssh-keygen -Y verify -f {folder}/allowed -I r@p -n file -s {signed}.sig < {signed}",
         )
         done = subprocess.run(["sh", "-ec", "\n".join(steps)], capture_output=True, text=True)
         figure = (done.stdout + done.stderr).strip()[-200:]
