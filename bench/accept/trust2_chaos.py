@@ -50,6 +50,8 @@ SETUPS = (
 FLEET = "replicas"
 REPLICAS = 2
 FAULTS_A_MINUTE = 4
+FLEET_FAULTS = 5  # at least: each kind once
+SHORT = 1.0  # minutes in which none of the few streams may be on the replica that dies
 BACK = 120.0  # seconds until a replica answers again
 
 
@@ -177,7 +179,8 @@ def fleet(minutes: float, clients: int, faults: int) -> Iterator[Line]:
     wrong = seen.differ + seen.late
     figure += "".join(f"; {one}" for one in wrong[:3])
     what = f"{REPLICAS} replicas behind a router: chaos of {minutes:.3g} minutes, {len(every)} requests of"
-    yield Line(f"{what} {len(paths)} paths", figure, seen.answers > 0 and moved > 0 and not wrong)
+    enough = seen.answers > 0 and (moved > 0 or minutes < SHORT)
+    yield Line(f"{what} {len(paths)} paths", figure, enough and not wrong)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
     told = "".join(f"; {one}" for one in seen.failed_faults)
     yield Line(f"{FLEET}: faults", kinds + told, bool(kinds) and not told)
@@ -205,7 +208,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
                 named = Setup(setup.name, flags, setup.adapters, setup.batches)
                 yield from trust_chaos.lines(minutes, options.chaos_clients, faults, named)
     if FLEET in options.chaos_setups:
-        yield from fleet(minutes, options.chaos_clients, faults)
+        yield from fleet(minutes, options.chaos_clients, max(FLEET_FAULTS, faults))
 
 
 if __name__ == "__main__":
