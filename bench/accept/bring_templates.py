@@ -14,6 +14,7 @@ import copy
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -331,7 +332,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     count = images_refused(sources)
     yield Line("pictures refused by name", f"{count} of {len(sources)}", count == len(sources))
     most = max(found.trials)
-    figure = f"median {harness.median(found.trials) * 1e3:.0f} ms, most {most * 1e3:.0f} ms"
+    figure = f"median {statistics.median(found.trials) * 1e3:.0f} ms, most {most * 1e3:.0f} ms"
     yield Line("trials of a template, once, processor time", figure, most < LARGEST_TRIALS)
 
 

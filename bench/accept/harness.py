@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -333,7 +332,3 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)

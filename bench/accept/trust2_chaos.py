@@ -50,7 +50,6 @@ SETUPS = (
 FLEET = "replicas"
 REPLICAS = 2
 FAULTS_A_MINUTE = 4
-FLEET_FAULTS = 5  # at least: each kind once
 SHORT = 1.0  # minutes in which none of the few streams may be on the replica that dies
 BACK = 120.0  # seconds until a replica answers again
 
@@ -208,7 +207,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
                 named = Setup(setup.name, flags, setup.adapters, setup.batches)
                 yield from trust_chaos.lines(minutes, options.chaos_clients, faults, named)
     if FLEET in options.chaos_setups:
-        yield from fleet(minutes, options.chaos_clients, max(FLEET_FAULTS, faults))
+        yield from fleet(minutes, options.chaos_clients, max(5, faults))  # each kind once
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ STREAMS = 4
 MAX_GAP = 0.25  # seconds beyond the longest gap without them, on two processors shared by all
 KV = "64M"  # is full within the seconds of WARM
 WARM = 20.0
-BEFORE = " (before: up to 2.4 s, and nothing_allowed)"
 REST = 5.0
 TRIES = 3  # of a pair that is over
 MAX_GROWTH = 1.5  # of the memory of server and engine
@@ -139,7 +138,9 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
                     break
             figure = f"{gap * 1e3:.0f} ms beside {alone * 1e3:.0f} ms without; {dict(outcomes)}"
             good = gap <= alone + MAX_GAP and "nothing_allowed" not in outcomes
-            yield Line(f"longest gap of {STREAMS} other streams{BEFORE}: {kind}", figure, good)
+            yield Line(
+                f"longest gap of {STREAMS} other streams (before: 2.4 s): {kind}", figure, good
+            )
         after = server.rss_mb()
         figure = f"{before:.0f} MB before, {after:.0f} MB after"
         what = f"memory of server and engine after all of them: at most {MAX_GROWTH} times (before: 2.5)"

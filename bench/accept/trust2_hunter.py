@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import stat
-import statistics
 import sys
 import tempfile
 import time
@@ -147,7 +146,6 @@ def hunt(url: str, seed: int, theirs: tuple[str, ...], pipe: Connection) -> None
 class Found:
     """What a hunt comes to."""
 
-    cases: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
@@ -180,7 +178,6 @@ class Hunt:
                 self.found.again += 1
                 for one in range(first, last):
                     self._alone(one)
-            self.found.cases = last - begin
             if last % 500 == 0:
                 print(
                     f"seed {self._seed}: {last} cases, {self.found.again} windows again",
@@ -189,15 +186,15 @@ class Hunt:
 
     def _alone(self, one: int) -> None:
         """Note what a case is over nearly each time: what others do on this machine comes and goes."""
-        gaps, fats, name, spared = [], [], "", 0
-        while len(gaps) < TRIES and spared <= SPARED:
-            gap, fat, name = self._over(one, one + 1) or (0.0, 0.0, name)
-            spared += not gap and not fat
-            gaps.append(gap)
-            fats.append(fat)
-        for found, over, unit in ((self.found.gaps, gaps, "s"), (self.found.fat, fats, "MB")):
-            if len(over) == TRIES and sum(map(bool, over)) >= TRIES - SPARED:
-                found.append(f"{statistics.median(over):+.2f} {unit} by case {one}, {name}")
+        for kind, found in enumerate((self.found.gaps, self.found.fat)):
+            over = []
+            for tried in range(TRIES):
+                told = self._over(one, one + 1)
+                over += [told] if told and told[kind] else []
+                if tried - len(over) >= SPARED:
+                    break
+            else:
+                found.append(f"{over[0][kind]:+.2f} by case {one}, {over[0][2]}")
 
     def _over(self, first: int, last: int) -> tuple[float, float, str] | None:
         """By how much the cases are over the bounds of gap and memory, and the last one's name; None: by nothing."""
@@ -270,7 +267,7 @@ def _of_seed(server: Server, seed: int, first: int, count: int) -> Iterator[Line
     back = trust_hostile.memory_back(server, hunting.rest)
     answers, differ = hunting.close()
     told = ", ".join(f"{n} x {status}" for status, n in found.statuses.most_common())
-    figure = f"{found.cases} cases of {hunting.places} places in {seconds:.0f} s: {told}; {found.again} windows again"
+    figure = f"{count} cases of {hunting.places} places in {seconds:.0f} s: {told}; {found.again} windows again"
     figure += f"; longest gap without them {hunting.calm:.3f} s"
     yield Line(f"seed {seed}: hostile requests from the API's own document", figure, None)
     for what, wrong in (
@@ -309,7 +306,7 @@ def files_line(folder: Path, what: str) -> Line:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hunter-cases", type=int, default=5000, help="of each seed")
-    parser.add_argument("--hunter-first", type=int, default=0, help="of the cases, by its number")
+    parser.add_argument("--hunter-first", type=int, default=0)
     parser.add_argument("--hunter-seeds", type=int, nargs="*", default=[1, 2])
 
 

@@ -285,7 +285,6 @@ class Harm:
     health: float
     memory: float  # MB over rest
     body: float  # MB, of all that was sent at once
-    kept: float  # MB over rest, behind it
     errors: list[str]
     seconds: float
 
@@ -392,7 +391,6 @@ def harm_of(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: 
         health=watch.worst_health(begin, end),
         memory=watch.peak(begin, sent) - rest,
         body=sum(outcome.size for outcome in outcomes) / 2**20,
-        kept=watch.peak(end - 0.05, end) - rest,
         errors=errors,
         seconds=end - begin,
     )
