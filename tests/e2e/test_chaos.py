@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
 import trust2_chaos
 import trust_chaos
 
-MINUTES, CLIENTS, FAULTS = 2.5, 8, 16
+CLIENTS = 8
 SETUPS = [*(one.name for one in trust2_chaos.SETUPS), trust2_chaos.FLEET]
 
 
@@ -23,7 +23,7 @@ SETUPS = [*(one.name for one in trust2_chaos.SETUPS), trust2_chaos.FLEET]
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_repeated_or_changed() -> None:
     model_path()  # skips where the model is not
-    seen = trust_chaos.run(MINUTES, CLIENTS, FAULTS)
+    seen = trust_chaos.run(2.5, CLIENTS, 16)
     assert seen.differ == []
     assert seen.failed_faults == []
     assert seen.answers >= 4 * CLIENTS
@@ -39,5 +39,5 @@ def test_nothing_is_lost_repeated_or_changed() -> None:
 @pytest.mark.parametrize("setup", SETUPS)
 def test_nor_with_ranks_stages_tiers_and_replicas(setup: str) -> None:
     model_path()
-    options = argparse.Namespace(chaos_minutes=0.75, chaos_clients=8, chaos_setups=[setup])
+    options = argparse.Namespace(chaos_minutes=0.75, chaos_clients=CLIENTS, chaos_setups=[setup])
     assert [line for line in trust2_chaos.lines(options) if line.passed is False] == []

@@ -54,8 +54,7 @@ def test_all_files_of_a_server_with_all_options(
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(folder))
     flags = f"--batch-dir {folder}/batches --step-log {folder}/steps --step-log-tokens"
-    flags += f" --packed-cache {folder}/packed"
-    flags += f" --kv-file {folder}/kv --kv-file-size 4M --kv-cache-memory 1M"
+    flags += f" --packed-cache {folder}/packed --kv-file {folder}/kv --kv-file-size 4M --kv-cache-memory 1M"
     model = make_folder(tmp_path / "model")
     umask = os.umask(0)  # nothing may hang on it
     try:
