@@ -17,18 +17,15 @@ from support.hf_folder import make_folder
 from support.servers import serving
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 def wide(path: Path) -> dict[str, str]:
     """What below a folder is not its owner's alone, by its path."""
     found = {}
     for one in (path, *path.rglob("*")):
         about = one.stat()
         allowed = 0o700 if one.is_dir() else 0o600
-        if about.st_uid != os.geteuid() or mode(one) & ~allowed:
-            found[str(one.relative_to(path))] = f"{mode(one):04o} of {about.st_uid}"
+        mode = stat.S_IMODE(about.st_mode)
+        if about.st_uid != os.geteuid() or mode & ~allowed:
+            found[str(one)] = f"{mode:04o} of {about.st_uid}"
     return found
 
 
