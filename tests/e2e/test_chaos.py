@@ -22,10 +22,9 @@ def test_nothing_is_lost_repeated_or_changed() -> None:
     model_path()  # skips where the model is not
     seen = trust_chaos.run(2.5, 8, 16)
     assert seen.differ + seen.failed_faults == []
-    assert seen.answers >= 32
     assert set(seen.faults.values()) == {1}
     assert not [what for what in seen.pressed if what.startswith("500")]
-    assert seen.records
+    assert seen.records and seen.answers >= 32
     assert seen.behind < seen.before + 64
 
 

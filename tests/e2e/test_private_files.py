@@ -25,7 +25,7 @@ def wide(path: Path) -> dict[str, str]:
         allowed = 0o700 if one.is_dir() else 0o600
         mode = stat.S_IMODE(about.st_mode)
         if about.st_uid != os.geteuid() or mode & ~allowed:
-            found[str(one)] = f"{mode:04o} of {about.st_uid}"
+            found[one.name] = f"{mode:04o} of {about.st_uid}"
     return found
 
 

@@ -12,14 +12,12 @@ from support.smollm2 import model_path
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
 import trust_soak
 
-REQUESTS = 100_000  # none is like another
-
 
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(1800)
 def test_each_request_ends_as_it_should_and_memory_is_flat() -> None:
     model_path()  # skips where the model is not
-    seen = list(trust_soak.lines(REQUESTS))
+    seen = list(trust_soak.lines(100_000))
     assert len(seen) == 3
     assert [line for line in seen if not line.passed] == []
