@@ -25,6 +25,7 @@ from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence
 from support.decoding import backend
 from support.engines import GOLDENS, Model, Setup, answers
 from support.gguf_writer import gguf_bytes, taken_apart
+from support.hf_folder import make_folder
 from support.poison import poison_blocks
 
 TINY = GOLDENS / "tiny_llama_quant.gguf"
@@ -339,6 +340,14 @@ def test_blocks_cost_the_bytes_of_both(cheap: None) -> None:
     assert both.num_blocks == one.num_blocks // 2
     spare = (MAX_DRAFTED + 2) * one.kv_bytes // (one.num_blocks + 1)
     assert one.kv_bytes <= both.kv_bytes <= one.kv_bytes + spare
+
+
+def test_random_weights_of_a_draft_model(cheap: None, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    for weights in folder.glob("*.safetensors*"):
+        weights.unlink()
+    named = {"model": str(folder), "draft_model": str(folder)}
+    assert make_engine(config(load_format="dummy", **named)).num_blocks
 
 
 def test_a_draft_model_that_is_too_large_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

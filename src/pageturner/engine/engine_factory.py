@@ -328,7 +328,7 @@ def _check(config: EngineConfig) -> None:
 def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Tokenizer]) -> Decoder:
     """EngineFault('draft_model') if its tokens are not the target's."""
     path = hub.resolve(config.draft_model).path
-    check_draft(open_model(path).spec)
+    check_draft(open_model(path, config.load_format, config.load_seed).spec)
     check_tokens(target(), load_tokenizer(path), str(path))
     return tensor_parallel.load(path, ops, config)
 
