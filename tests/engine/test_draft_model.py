@@ -14,12 +14,13 @@ from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.executor.draft import Costs, best_length
 from pageturner.executor.draft_compatibility import check_tokens, cost_of
-from pageturner.executor.draft_model import CATCH_UP, MAX_DRAFT, MAX_DRAFTED, DraftModel
+from pageturner.executor.draft_model import CATCH_UP, MAX_DRAFT, DraftModel
 from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.params import SamplingParams
+from pageturner.policies.drafts import MAX_DRAFTED
 from pageturner.request import Request
 from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence
 from support.decoding import backend

@@ -23,11 +23,10 @@ from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.choosing import ChooseArgs, SamplerOutput
 from pageturner.models.decoder import Decoder
 from pageturner.models.spec import unsupported
-from pageturner.policies.drafts import SequenceMemory
+from pageturner.policies.drafts import MAX_DRAFTED, SequenceMemory
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
 MAX_DRAFT = 7  # tokens of a draft
-MAX_DRAFTED = 48  # tokens of all drafts of a step
 CATCH_UP = 128  # rows of a step for sequences of which the draft model has not seen nearly all
 SHORTEST_REST, LONGEST_REST = 16, 256  # steps without drafts, where they did not pay
 

@@ -15,12 +15,12 @@ from pageturner.executor import sampler
 from pageturner.executor.batch import i32, pack
 from pageturner.executor.draft import Costs
 from pageturner.executor.draft_compatibility import cost_of
-from pageturner.executor.draft_model import MAX_DRAFTED, DraftRecord, Guess, extended
+from pageturner.executor.draft_model import DraftRecord, Guess, extended
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KV, Array, Batch, Ops
 from pageturner.kernels.choosing import ChooseArgs, Head
 from pageturner.models.decoder import Decoder
-from pageturner.policies.drafts import SequenceMemory
+from pageturner.policies.drafts import MAX_DRAFTED, SequenceMemory
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
 MAX_DRAFT = 3  # tokens of a draft; the head was trained for the first one
