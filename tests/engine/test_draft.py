@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -136,6 +137,17 @@ def test_memory_is_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) 
     again = [*first.tokens[10:20]]
     follow(drafter, first, again)
     assert draft(drafter, first, first.tokens[20])[0] == first.tokens[21], "its own is added again"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_forgotten_is_freed(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    monkeypatch.setattr(suffix_drafts, "MAX_TOKENS", 4_000)
+    drafter, dice = SuffixDrafts(own=own), random.Random(5)
+    for id in range(200):
+        draft(drafter, sequence([dice.randrange(10**5) for _ in range(100)], id=id), 1)
+    gc.collect()
+    places = [one for one in gc.get_objects() if isinstance(one, suffix_drafts._Places)]
+    assert 1_000 < sum(len(one.ends) for one in places) < 6_000
 
 
 def test_a_prompt_that_begins_as_another_is_added_once() -> None:

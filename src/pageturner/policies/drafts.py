@@ -9,16 +9,14 @@ how a proposer guesses.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
-from pageturner.request import Request
 from pageturner.scheduler.types import Item, Output, Sequence
 
 T = TypeVar("T")
-MAX_REMEMBERED = 1024
 MAX_DRAFTED = 48  # tokens of all drafts of a step
 ROWS = 4.0  # a step of n rows takes about 1 + n / ROWS, until it is measured: bench/LOG.md
 LEAST_GAIN = 1.1  # a row must bring so much more than it costs, since prices are estimates
@@ -38,22 +36,16 @@ class Proposer(Protocol):
 
 
 class SequenceMemory(Generic[T]):
-    """A drafter's memory of each sequence, for the MAX_REMEMBERED that it was asked about last.
-    Another request of a known id begins anew."""
+    """A drafter's memory of each sequence, for as long as there is the sequence."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._known: OrderedDict[tuple[int, int], tuple[Request, T]] = OrderedDict()
+        self._known: WeakKeyDictionary[Sequence, T] = WeakKeyDictionary()
 
     def of(self, seq: Sequence) -> T:
-        key = (seq.request.id, seq.index)
-        request, kept = self._known.get(key, (None, None))
-        if kept is None or request is not seq.request:
-            kept = self._make()
-            self._known[key] = seq.request, kept
-            if len(self._known) > MAX_REMEMBERED:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
+        kept = self._known.get(seq)
+        if kept is None:
+            kept = self._known[seq] = self._make()
         return kept
 
 

@@ -37,7 +37,7 @@ class AdmissionEstimate(NamedTuple):
     blocks_needed: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One chain of tokens with its block table. Mutable, and only the Scheduler and its pool mutate
     it.
