@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import ISAS, close, layer, normal, vector, weight
+from grid import close, layer, normal, vector, weight
 
 from pageturner.kernels.base import GATED, SQUARED, AttentionShape, Layer, Ops
 from pageturner.kernels.composites import Composites
@@ -22,11 +22,6 @@ REFERENCE = ReferenceOps()
 EXPERTS, TOP_K, WIDTH, INNER = 8, 3, 96, 64
 ROWS = 2100  # more than a slice, and more pairs than are computed at once
 ACTS = {"gated": "silu", "tanh": "gelu_tanh", "ungated": SQUARED, "relu": "relu", "biases": GATED}
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    return NativeOps(2, request.param)
 
 
 def mixture(ops: Ops, kind: str, name: str, bits: int = 8) -> Layer:
