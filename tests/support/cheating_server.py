@@ -72,7 +72,8 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(0.002)
             self.wfile.write(b"data: [DONE]\n\n")
         finally:
-            STATE["asked"] -= 1
+            with LOCK:
+                STATE["asked"] -= 1
 
     def echo(self, words: list[str]) -> dict[str, Any]:
         tops = [logprobs(last, self.options) for last in words[:-1]]
