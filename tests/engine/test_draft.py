@@ -147,7 +147,7 @@ def test_what_is_forgotten_is_freed(monkeypatch: pytest.MonkeyPatch, own: bool) 
         draft(drafter, sequence([dice.randrange(10**5) for _ in range(100)], id=id), 1)
     gc.collect()
     places = [one for one in gc.get_objects() if isinstance(one, suffix_drafts._Places)]
-    assert 1_000 < sum(len(one.ends) for one in places) < 6_000
+    assert sum(len(one.ends) for one in places) < 6_000
 
 
 def test_a_prompt_that_begins_as_another_is_added_once() -> None:

@@ -64,7 +64,8 @@ class _Places:
 
 
 class _Space:
-    """The texts of one tenant, salt and adapter: lately added ones, and those before them."""
+    """The texts of one tenant, salt and adapter, or of one sequence: lately added ones, and those
+    before them."""
 
     __slots__ = ("number", "old", "young")
 
@@ -118,7 +119,7 @@ class SuffixDrafts:
         self.nbytes = 0
         self._own = own
         self._records = SequenceMemory(_Record)
-        self._spaces: OrderedDict[tuple[object, ...], _Space] = OrderedDict()
+        self._spaces: OrderedDict[tuple[str, str, str], _Space] = OrderedDict()
         # outcomes by length of the match: right ones, all
         self._right = [0.0] * SHORTEST + [1.0 + 0.05 * n for n in range(LONGEST - SHORTEST + 1)]
         self._tried = [1.0] * SHORTEST + [2.0] * (LONGEST - SHORTEST + 1)
@@ -151,16 +152,15 @@ class SuffixDrafts:
         """Make a text what its sequence is, and findable: a new one, or one whose newest tokens did
         not count."""
         text = record.text = list(seq.tokens)
-        key: tuple[object, ...] = (seq.request.id, seq.index)
         if not self._own:
             key = (seq.request.tenant, seq.request.salt, seq.request.adapter)
-        space = record.space = self._spaces.setdefault(key, _Space())
-        self._spaces.move_to_end(key)
-        while sum(one.young.size + one.old.size for one in self._spaces.values()) > MAX_TOKENS:
-            self._spaces.popitem(last=False)
+            record.space = self._spaces.setdefault(key, _Space())
+            self._spaces.move_to_end(key)
+            while sum(one.young.size + one.old.size for one in self._spaces.values()) > MAX_TOKENS:
+                self._spaces.popitem(last=False)
         record.source = []
         record.length = 0
-        self._add(record, _shared(space.young, text))
+        self._add(record, _shared(record.space.young, text))
 
     def _add(self, record: _Record, begin: int) -> None:
         """Add a text from a position on to the young places of its space."""
