@@ -14,7 +14,6 @@ import pytest
 from pageturner.cli import doctor
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.executor.draft import Drafter
 from pageturner.executor.mtp import MTPDrafter
 from pageturner.kernels.base import Array
 from pageturner.kernels.reference import ReferenceOps
@@ -183,13 +182,7 @@ def alone(model: Model) -> dict[int, Answer]:
 def test_drafts_change_no_bit(served: Model) -> None:
     truth = alone(served)
     for name, setup in SETUPS.items():
-        made: list[Drafter] = []
-
-        def make(setup: Setup = setup, made: list[Drafter] = made) -> Drafter:
-            made.append(drafter(served, setup))
-            return made[-1]
-
-        engine = served.engine(replace(setup, drafter=make))
+        engine = served.engine(replace(setup, drafter=partial(drafter, served, setup)))
         for turn in range(2):  # the second finds what the first left
             again = [replace(one, id=one.id + 100 * turn) for one in requests()]
             found = answers(engine, again, spread=3 * turn)
