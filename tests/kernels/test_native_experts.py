@@ -41,9 +41,8 @@ def mixture(ops: Ops, kind: str, name: str, bits: int = 8) -> Layer:
     router = ops.pack_weight(weight("F32", EXPERTS, WIDTH, seed=9))
     made.experts = Experts(router, gates, ups, downs, TOP_K, normalise=True)
     if name == "biases":
-        names = ("gate_bias", "up_bias", "down_bias")
-        biases = [vectors(INNER), vectors(INNER), vectors(WIDTH)]
-        made.experts = replace(made.experts, **dict(zip(names, biases, strict=True)))
+        inner, outer = vectors(INNER), vectors(WIDTH)
+        made.experts = replace(made.experts, gate_bias=inner, up_bias=inner, down_bias=outer)
     if name == "weighed before":
         made.experts = replace(made.experts, weigh_input=True)
     ops.prepare_layer(made)
