@@ -20,13 +20,8 @@ from support.poison import poison_blocks
 
 FREE = Costs(0.0, 1e9)
 OUTPUTS = ("o_proj", "out_proj", "down_proj")  # what a layer adds
-QWEN = {
-    "fc": "mtp.fc",
-    "enorm": "mtp.pre_fc_norm_embedding",
-    "hnorm": "mtp.pre_fc_norm_hidden",
-    "norm": "mtp.norm",
-}
-BEHIND = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
+QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+BEHIND = ("eh_proj", "enorm", "hnorm", "shared_head.norm")  # the same of DeepSeek and GLM
 
 
 def _one_by_one(name: str, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -58,7 +53,7 @@ def write_head(
     new = f"model.layers.{layers}." if behind else "mtp.layers.0."
     if f"{last}self_attn.o_proj.weight" not in tensors:
         last = f"model.layers.{layers - 2}."
-    own = {f: new + n if behind else QWEN[f] for f, n in BEHIND.items()}
+    own = [new + name for name in BEHIND] if behind else QWEN
     for name in [name for name in tensors if name.startswith(last)]:
         x = tensors[name]
         x = dice.permutation(x.reshape(-1)).reshape(x.shape)
@@ -74,8 +69,8 @@ def write_head(
         for name, x in tensors.items():
             if any(part in name for part in OUTPUTS):
                 tensors[name] = x * np.float32(1e-3)
-    for field, x in zip(own, (both, *vectors), strict=True):
-        tensors[f"{own[field]}.weight"] = x
+    for name, x in zip(own, (both, *vectors), strict=True):
+        tensors[f"{name}.weight"] = x
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     save_file(tensors, folder / "model.safetensors")
