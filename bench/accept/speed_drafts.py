@@ -113,11 +113,10 @@ def _run(llm: LLM, jobs: list[Job], params: SamplingParams, most: int, *, specul
         wanted = replace(
             params,
             force_ids=forced[:most],
-            max_tokens=most,
+            max_tokens=min(most, len(forced) or most),
             speculation=speculation,
             ignore_eos=bool(forced),
         )
-        wanted = replace(wanted, max_tokens=min(most, len(forced) or most))
         assert not engine.submit(Request(number, prompt, wanted))
     before = 0.0
     while engine.has_work:
