@@ -133,10 +133,10 @@ class _Executor:
             return self._nothing
         one = self._open[seq.request.id]
         left = one.ends - seq.generated - 1
-        if left <= 0:
-            return self._end
         if isinstance(one.asked.answer, int):
-            return one.output
+            return self._end if left <= 0 else one.output
+        if left <= 0:
+            return Output([END])  # a draft may be written into it
         count = item.drafted
         if not count:
             return Output(one.asked.answer_tokens(seq.generated, 1))
