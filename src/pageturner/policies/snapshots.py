@@ -141,18 +141,17 @@ class Snapshots(MutableMapping[int, None]):
     def _oldest(self) -> int:
         """The state that is overwritten next. There must be a cached one."""
         self._store.useless = False
-        if self._passed:
-            slot = next(iter(self._passed))
-            known = self._known.get(slot)
-            self._store.useless = not self._all and known is not None and known.passed
-            return slot
-        while self._kept.get(self._heap[0][2]) != self._heap[0]:
-            heappop(self._heap)
-        worth, _, slot = self._heap[0]
-        if worth == inf:
+        while not self._passed:
+            while self._kept.get(self._heap[0][2]) != self._heap[0]:
+                heappop(self._heap)
+            worth, _, slot = self._heap[0]
+            if worth < inf:
+                self._floor = max(self._floor, worth)
+                return slot
             self._give_up()
-            return self._oldest()
-        self._floor = max(self._floor, worth)
+        slot = next(iter(self._passed))
+        known = self._known.get(slot)
+        self._store.useless = not self._all and known is not None and known.passed
         return slot
 
     # -- as a mapping, which is all that a store sees of it ----------------------------------------
