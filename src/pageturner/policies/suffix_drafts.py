@@ -35,24 +35,29 @@ POSITION = (1 << PLACE) - 1
 
 class _Places:
     """The places where each three tokens stand in some texts: the newest, and those before it. A
-    place is the position of the token behind them, with the number of its text."""
+    place is the position of the token behind them, with the number of its text.
 
-    __slots__ = ("ends", "older", "texts")
+    size  its memory in tokens that are findable: texts themselves are small beside places
+    """
+
+    __slots__ = ("ends", "older", "size", "texts")
 
     def __init__(self) -> None:
         self.ends: dict[int, int] = {}
         self.older: dict[int, int] = {}
         self.texts: dict[int, list[int]] = {}
+        self.size = 16.0
 
-    @property
-    def size(self) -> int:
-        """Its memory in tokens that are findable: texts themselves are small beside places."""
-        return 16 + len(self.ends) + sum(map(len, self.texts.values())) // 8
+    def hold(self, number: int, text: list[int], begin: int) -> None:
+        """Places lie in this text, and from `begin` on it is added."""
+        self.texts[number] = text
+        self.size += begin / 8
 
     def add(self, key: int, place: int, tokens: list[int]) -> int:
         """Add the places of these tokens, which stand behind the three of `key`; the newest key."""
         ends = self.ends
         older = self.older
+        known = len(ends)
         for token in tokens:
             before = ends.get(key)
             if before is not None:
@@ -60,6 +65,7 @@ class _Places:
             ends[key] = place
             key = (key << BITS | token) & KEY
             place += 1
+        self.size += len(ends) - known + len(tokens) / 8
         return key
 
 
@@ -156,8 +162,10 @@ class SuffixDrafts:
             key = (seq.request.tenant, seq.request.salt, seq.request.adapter)
             record.space = self._spaces.setdefault(key, _Space())
             self._spaces.move_to_end(key)
-            while sum(one.young.size + one.old.size for one in self._spaces.values()) > MAX_TOKENS:
-                self._spaces.popitem(last=False)
+            held = sum(one.young.size + one.old.size for one in self._spaces.values())
+            while held > MAX_TOKENS:
+                _, oldest = self._spaces.popitem(last=False)
+                held -= oldest.young.size + oldest.old.size
         record.source = []
         record.length = 0
         self._add(record, _shared(record.space.young, text))
@@ -173,7 +181,7 @@ class SuffixDrafts:
         record.number = space.number
         record.places = space.young
         space.number += 1
-        space.young.texts[record.number] = text
+        space.young.hold(record.number, text, begin)
         key = _key(text, begin)
         record.key = space.young.add(key, record.number << PLACE | begin, text[begin:])
 
@@ -188,7 +196,8 @@ class SuffixDrafts:
             if record.places is not space.old:
                 self._add(record, 0)  # it was forgotten meanwhile
             young = space.young
-            young.texts[record.number] = text
+            if record.number not in young.texts:
+                young.hold(record.number, text, len(text))
         if len(text) >= SHORTEST:
             record.key = young.add(record.key, record.number << PLACE | len(text), new)
         text += new
