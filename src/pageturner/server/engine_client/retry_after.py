@@ -82,7 +82,7 @@ class RetryAfter:
         returned = self._takes_up(request, now)
         kept = 0 if returned else min(self._promised, self.limit // 2)
         fits = wanted <= self.limit - taken - kept
-        if returned:
+        if wanted <= returned:  # more than was promised may well not fit
             safety = self._safety + LEARNT * (KEPT - fits)
             self._safety = max(SAFETY, min(LARGEST_SAFETY, safety))
         if fits:
@@ -116,17 +116,17 @@ class RetryAfter:
         self._taken_up *= (1 - 1 / OUTCOMES) ** (before - len(self._promises))
         self._promised = sum(one.places for one in self._promises)
 
-    def _takes_up(self, request: Hashable, now: float) -> bool:
-        """Return whether this request comes back when it was told to. If so, its promise is
-        removed."""
+    def _takes_up(self, request: Hashable, now: float) -> int:
+        """Return the places that were promised to this request, if it comes back when it was told
+        to. Its promise is removed then."""
         due = bisect_right(self._promises, now + EARLY, key=_due)
         for i, one in enumerate(islice(self._promises, due)):
             if one.request == request:
                 del self._promises[i]
                 self._promised -= one.places
                 self._taken_up += (1 - self._taken_up) / OUTCOMES
-                return True
-        return False
+                return one.places
+        return 0
 
     def _wait_for(self, places: int, now: float) -> int:
         """Whole seconds in which so many become free, nine times of ten."""
