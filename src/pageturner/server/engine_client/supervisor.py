@@ -48,6 +48,7 @@ REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
 SIGNAL_GRACE_S = 0.02  # seconds in which a signal that ended the engine, if it is for the whole group, is here too
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
+SLOW = 0.1  # seconds without the end of a step; only behind them a file of each thread is read
 PATIENCE = 4.0  # times as long, at most, for an engine that others keep from running
 SUBMITTED_AT_ONCE = 64  # streams; then others go on
 
@@ -380,11 +381,11 @@ class Supervisor:
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(min(0.25, self._timeout / 4))
-            if (
-                time.monotonic() - asleep > 0.75 * self._timeout
-            ):  # it was this process that stood still
+            # it was this process that stood still
+            if time.monotonic() - asleep > 0.75 * self._timeout:
                 self._awake_since = time.monotonic()
-            self.process.run_delay.sample(time.monotonic())
+            if not self._live or self._decoder.partial or self.stalled_s > SLOW:
+                self.process.run_delay.sample(time.monotonic())
             self._memory.give_way()
             self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
             for stream in self._streams.overdue(GRACE):
