@@ -192,4 +192,4 @@ def test_the_kernel_says_of_a_process_that_sleeps_that_nobody_kept_it_from_runni
         process_delay.sample(1.0)
         process.kill()
     assert process_delay.since(0.0) < 0.25, "stopped, it waited for no processor"
-    assert RunDelay(partial(run_delays, process.pid)).since(0.0) == 0.0
+    assert run_delays(process.pid) == {}, "it is gone"
