@@ -354,8 +354,9 @@ def attack(target: tuple[str, str], seed: int, seconds: float, begun: Event) -> 
     until = time.monotonic() + seconds
 
     def client(number: int) -> None:
+        own = random.Random(seed + number)
         while (left := until - time.monotonic()) > 0:
-            act = random.choice(kinds[number])
+            act = own.choice(kinds[number])
             with contextlib.suppress(OSError):
                 act(str(address.hostname), address.port or 80, min(ATTACK_PATIENCE, left))
 
