@@ -6,11 +6,11 @@ Owns the texts, which are in examples.json. A test parses every one with the com
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+from pathlib import Path
 
 # command -> what is typed behind it, and what that does
 EXAMPLES: dict[str, list[tuple[str, str]]] = json.loads(
-    files("pageturner.cli").joinpath("examples.json").read_bytes()
+    Path(__file__).with_name("examples.json").read_bytes()
 )
 
 
