@@ -115,10 +115,8 @@ def schemas(dice: random.Random) -> Iterator[tuple[str, Any]]:
     for _ in range(4):
         n = _size(dice, 100, 4000)
         deep: Body = {"type": "string"}
-        for _ in range(n):
+        for _ in range(min(n, 400)):  # Python writes no JSON that is much deeper
             deep = {"type": "array", "items": deep} if dice.random() < 0.5 else {"anyOf": [deep]}
-            if len(str(deep)) > 200_000 or n > 900:
-                break
         yield "nested arrays", answer(deep)
         links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)} | {
             f"d{n}": {"type": "null"}
