@@ -377,14 +377,16 @@ def polite(target: Target, dice: random.Random, seconds: float) -> list[float]:
 
 def neighbour(target: Target, dice: random.Random, seconds: float = 12.0) -> Verdict:
     """The gaps of a polite stream beside the attackers, and without them before."""
+    seed = dice.randrange(1000)  # before others draw, as often as time lets them
     calm = polite(target, dice, seconds / 2)
     context = multiprocessing.get_context("spawn")
     begun = context.Event()
-    arguments = ((target.url, target.model), dice.randrange(1000), seconds, begun)
+    arguments = ((target.url, target.model), seed, seconds, begun)
     attacker = context.Process(target=attack, args=arguments)
     attacker.start()
     try:
-        begun.wait(PATIENCE)
+        if not begun.wait(PATIENCE):
+            raise RuntimeError("the attackers did not begin")
         beside = polite(target, dice, seconds)
     finally:
         attacker.join(ATTACK_PATIENCE + 10)
