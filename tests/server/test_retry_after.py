@@ -116,6 +116,20 @@ def test_nobody_can_make_everybody_wait() -> None:
         assert places.ask(f"again {i}", 100, 1, 61.0) <= 5
 
 
+def test_who_comes_back_for_more_than_was_promised_lengthens_no_wait() -> None:
+    places, untouched, now = RetryAfter(100), RetryAfter(100), 0.0
+    for _ in range(50):
+        for _ in range(10):
+            now += 0.1
+            places.ended(now)
+            untouched.ended(now)
+        assert places.ask("greedy", 100, 100, now) > 0, "more than is kept for anybody"
+        assert places.ask("greedy", 100, 1, now) == 1
+    now += 1.0
+    assert places.ask("greedy", 100, 100, now) > 0
+    assert places.ask("other", 100, 25, now) == untouched.ask("other", 100, 25, now)
+
+
 def test_several_places_of_few_are_kept_too() -> None:
     places = RetryAfter(12)
     wait = places.ask("a", 12, 4, 0.0)

@@ -8,11 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pageturner.server.engine_client.process import RunDelay, run_delays
+from pageturner.server.engine_client.supervisor import PATIENCE, Supervisor
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -193,3 +195,9 @@ def test_the_kernel_says_of_a_process_that_sleeps_that_nobody_kept_it_from_runni
         process.kill()
     assert process_delay.since(0.0) < 0.25, "stopped, it waited for no processor"
     assert run_delays(process.pid) == {}, "it is gone"
+
+
+def test_an_engine_that_others_keep_from_running_gets_four_times_as_long_at_most() -> None:
+    always = SimpleNamespace(since=lambda then: 1e9)
+    supervisor = SimpleNamespace(_awake_since=0.0, process=SimpleNamespace(run_delay=always))
+    assert Supervisor._since(supervisor, time.monotonic() - 8) >= 8 / PATIENCE  # type: ignore[arg-type]
