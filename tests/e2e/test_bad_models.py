@@ -326,9 +326,11 @@ def serve(path: str, **env: str) -> tuple[int, str]:
         command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}
     )
     assert done.stdout == ""
-    lines = [
-        line for line in done.stderr.splitlines() if " INFO loading " not in line
-    ]  # its first words
+    lines = [  # without its first words, and what a slow start says of itself
+        line
+        for line in done.stderr.splitlines()
+        if " INFO loading " not in line and not line.startswith("pageturner: starting: ")
+    ]
     return done.returncode, "\n".join(lines)
 
 

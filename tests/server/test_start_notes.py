@@ -45,3 +45,16 @@ def test_the_parts_of_a_start_add_up() -> None:
     shown = server._parts(2.25, {"find": 0.0012, "load": 1.204, "kv": 0.0, "pace": 0.0961})
     assert shown == " (processes and imports 0.95, load 1.20, pace 0.10)"
     assert sum(map(float, re.findall(r"[\d.]+", shown))) == pytest.approx(2.25)
+
+
+LEAVES = """
+from pageturner.server import server
+server.TELL_START_EVERY = 0.001
+server._StartNotes()
+raise SystemExit(1)
+"""
+
+
+def test_a_start_that_ends_meanwhile_ends_with_its_own_status() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
+    assert done.returncode == 1, "not by the signal of the notes"

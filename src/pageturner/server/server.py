@@ -7,6 +7,7 @@ before anything that only the server needs is imported: both load at the same ti
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import logging
 import os
@@ -69,6 +70,7 @@ class _StartNotes:
         self.phase: Callable[[], str] = str
         signal.signal(signal.SIGALRM, self._say)
         signal.setitimer(signal.ITIMER_REAL, TELL_START_EVERY, TELL_START_EVERY)
+        atexit.register(self.end)  # without its handler the signal would end a process that leaves
 
     def _say(self, *_: object) -> None:
         phase = self.phase()
