@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 92_450,
     "cli": 14_600,
 }
-WHOLE = {"src/pageturner": 612_000, "bench": 207_350, "tests": 693_450}  # tokens
+WHOLE = {"src/pageturner": 612_000, "bench": 207_350, "tests": 693_600}  # tokens
 FINDINGS = (
     "upwards",
     "circles",
