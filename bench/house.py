@@ -35,7 +35,7 @@ BARS = {
     "tuple assignments": 1_111,
     "conditional expressions": 1_789,
     "names MOST_": 0,
-    "lines over 100 characters": 399,
+    "lines over 100 characters": 400,
 }
 
 # Room -> how many tokens it may have (house_walk.tokens). "." stands for the modules directly in the package.
@@ -43,7 +43,7 @@ BARS = {
 BUDGETS = {
     ".": 8_700,
     "scheduler": 12_600,
-    "policies": 25_650,
+    "policies": 25_700,
     "telemetry": 8_000,
     "config": 4_000,
     "ipc": 2_350,
@@ -56,12 +56,12 @@ BUDGETS = {
     "formats": 24_600,
     "text": 43_800,
     "http": 18_850,
-    "server": 114_200,
+    "server": 114_250,
     "router": 28_650,
     "lab": 92_450,
     "cli": 14_600,
 }
-WHOLE = {"src/pageturner": 612_000, "bench": 207_350, "tests": 693_600}  # tokens
+WHOLE = {"src/pageturner": 612_100, "bench": 207_350, "tests": 693_600}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

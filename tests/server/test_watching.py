@@ -197,6 +197,16 @@ def test_the_kernel_says_of_a_process_that_sleeps_that_nobody_kept_it_from_runni
     assert run_delays(process.pid) == {}, "it is gone"
 
 
+def test_children_are_asked_too() -> None:
+    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = process.stdout.readline().strip()
+        asked = run_delays(process.pid)
+        os.kill(int(child), signal.SIGKILL)
+    assert {str(process.pid), child} <= asked.keys()
+
+
 def test_an_engine_that_others_keep_from_running_gets_four_times_as_long_at_most() -> None:
     always = SimpleNamespace(since=lambda then: 1e9)
     supervisor = SimpleNamespace(_awake_since=0.0, process=SimpleNamespace(run_delay=always))

@@ -2,7 +2,7 @@
 
 Owns what proposers of drafts share: their protocol, what they remember of each sequence, and the
 one budget of a step. A wrong draft costs time and changes no answer, so whatever is kept here may
-be lost at any moment. Running a plan twice before its commit gives the same drafts. Must not know
+be lost at any moment, and a plan that runs twice before its commit may get other drafts. Must not know
 how a proposer guesses.
 """
 
@@ -142,15 +142,21 @@ class PricedDrafts:
         tokens = float(sequences)
         step = 1.0
         least = 2.0
+        ties = 0  # of the least chance that pays
         chances = sorted((chance for _, each in drafts for chance in each), reverse=True)
         for chance in chances[:MAX_DRAFTED]:
             if chance * step <= LEAST_GAIN * row * tokens:
                 break
             tokens += chance
             step += row
+            if chance != least:
+                ties = 0
+            ties += 1
             least = chance
         for output, each in drafts:
-            del output.draft[sum(chance >= least for chance in each) :]
+            as_good = min(ties, each.count(least))
+            ties -= as_good
+            del output.draft[sum(chance > least for chance in each) + as_good :]
 
     def _learn(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         """Take in what the step took that ends now, if it only decoded, and how drafts did."""

@@ -76,15 +76,20 @@ class KVMemory:
 
 
 def run_delays(pid: int) -> dict[str, int]:
-    """Return for each thread of a process for how many nanoseconds it was ready to run and did not; nothing where
-    the kernel does not tell."""
+    """Return for each thread of a process and its children (ranks, stages) for how many nanoseconds it was ready to
+    run and did not; nothing where the kernel does not tell."""
     found = {}
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError, ValueError):  # it ends just now
-                with open(f"/proc/{pid}/task/{thread}/schedstat") as file:
-                    _, waited, _ = file.read().split()
-                found[thread] = int(waited)
+    waiting = [str(pid)]
+    for process in waiting:
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{process}/task"):
+                folder = f"/proc/{process}/task/{thread}"
+                with contextlib.suppress(OSError, ValueError):  # it ends just now
+                    with open(f"{folder}/schedstat") as file:
+                        _, waited, _ = file.read().split()
+                    found[thread] = int(waited)
+                    with open(f"{folder}/children") as file:
+                        waiting += file.read().split()
     return found
 
 
