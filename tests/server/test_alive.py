@@ -185,9 +185,9 @@ def test_poison_alone_fails_and_the_server_goes_on(start: Start) -> None:
     with server.http.stream(
         "POST", "/v1/completions", json={"prompt": "<|poison|>", "stream": True}
     ) as response:
-        assert (
-            response.status_code == 500
-        )  # before the first chunk the status code is still to be had
+        told = response.read()  # on a busy machine the head has gone out meanwhile
+        assert response.status_code in (200, 500)
+        assert b"poisoned_request" in told
     assert post(server, max_tokens=2).status_code == 200
 
 
