@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.kv.kv_block_file import sum_of
 from pageturner.kv.kv_tiers import HostMemory
 from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.scheduler.store import Store
@@ -24,7 +23,7 @@ class HostStates:
     def __init__(self, store: Store, states: NDArray[np.uint8], nbytes: int) -> None:
         self._store, self._states = store, states
         self.host = HostMemory(nbytes // states.shape[1], states.shape[1])
-        self._hits = self._stored = self._errors = 0
+        self._hits = self._stored = 0
         self._forgetting = False
         add_block_hooks(store, lambda key, slot: None, self._evict)
         store.on_miss, store.below = self._fetch, self.host.__contains__
@@ -41,12 +40,10 @@ class HostStates:
 
     def _fetch(self, key: bytes) -> int | None:
         """Bring the state of this key into a slot."""
-        if not self._store.available or (taken := self.host.take(key)) is None:
+        if not self._store.available:
             return None
-        row, data, checksum = taken
-        try:
-            if sum_of(data, key) != checksum:
-                self._errors += 1
+        with self.host.taken(key) as data:
+            if data is None:
                 return None
             table: list[int] = []
             self._store.write(table, 0, 1)
@@ -56,8 +53,6 @@ class HostStates:
             self._store.truncate(table, 0)
             self._hits += 1
             return slot
-        finally:
-            self.host.give_back(row)
 
     def forget(self, others: Callable[[], None]) -> None:
         """Find nothing again. others: has the device forget it."""
@@ -74,5 +69,5 @@ class HostStates:
             "state_host_blocks": float(len(self.host)),
             "state_host_hits": float(self._hits),
             "state_host_stored": float(self._stored),
-            "state_host_errors": float(self._errors),
+            "state_host_errors": float(self.host.errors),
         }

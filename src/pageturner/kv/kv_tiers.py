@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,7 @@ class HostMemory:
 
     def __init__(self, most: int, nbytes: int) -> None:
         self.most = most
+        self.errors = 0
         # one more, so that a block can come up as one goes down
         self._rows = np.zeros((most + 1, nbytes), np.uint8)
         self._free = list(range(most, -1, -1))
@@ -86,14 +87,23 @@ class HostMemory:
         """Keys and bytes of all blocks, those that were used last first."""
         return [(key, self._rows[row]) for key, (row, _) in reversed(self._at.items())]
 
-    def take(self, key: bytes) -> tuple[int, Bytes, int] | None:
-        """Row, bytes and checksum of a block, which is not there any more; its row is free again
-        after `give_back`."""
+    @contextlib.contextmanager
+    def taken(self, key: bytes) -> Iterator[Bytes | None]:
+        """The bytes of a block, which is not there any more; None where it was not, or is not what
+        was written (`errors`). They are good until the end of the `with`."""
         place = self._at.pop(key, None)
-        return None if place is None else (place[0], self._rows[place[0]], place[1])
-
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
+        if place is None:
+            yield None
+            return
+        row, checksum = place
+        try:
+            if sum_of(self._rows[row], key) == checksum:
+                yield self._rows[row]
+            else:
+                self.errors += 1
+                yield None
+        finally:
+            self._free.append(row)
 
     def forget(self) -> None:
         self._free += [row for row, _ in self._at.values()]
@@ -255,16 +265,10 @@ class KVTiers:
         return key in self.host or key in self._on_way or bool(self.file and key in self.file)
 
     def _from_host(self, key: bytes) -> int | None:
-        if not self._store.available or (taken := self.host.take(key)) is None:
+        if not self._store.available:
             return None
-        row, data, checksum = taken
-        try:
-            if sum_of(data, key) != checksum:
-                self.counts["kv_host_errors"] += 1
-                return None
-            return self._bring_up(key, data, "kv_host_hits")
-        finally:
-            self.host.give_back(row)
+        with self.host.taken(key) as data:
+            return None if data is None else self._bring_up(key, data, "kv_host_hits")
 
     def _from_file(self, key: bytes) -> int | None:
         file = self.file
@@ -370,6 +374,7 @@ class KVTiers:
         figures |= {
             "kv_host_blocks": float(len(self.host)),
             "kv_host_bytes": float(len(self.host) * nbytes),
+            "kv_host_errors": float(self.host.errors),
         }
         blocks = file.count if file is not None else 0
         figures |= {"kv_file_blocks": float(blocks), "kv_file_bytes": float(blocks * nbytes)}
@@ -407,7 +412,6 @@ class KVTiers:
 COUNTED = (
     "kv_host_hits",
     "kv_host_stored",
-    "kv_host_errors",
     "kv_file_hits",
     "kv_file_stored",
     "kv_file_errors",
