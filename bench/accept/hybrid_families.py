@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -55,7 +54,8 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         yield crash_line(name)
     for name in published.SIZES:
         yield size_line(name)
-    yield from reuse_lines()
+    # small states, one at every boundary
+    yield from hybrid_state.reuse(60, 6, SHAPE, 12 << 20, "LFM2's shape, ")
     yield refusal_line()
 
 
@@ -123,28 +123,6 @@ def size_line(name: str) -> Line:
     )
     figure = f"{found[0]} recurrent layers, KV of a token {found[1]:,} B, a state {found[2]:,} B"
     return Line(f"{name}: sizes beside sums by hand", figure, found == (layers, token, state))
-
-
-def reuse_lines() -> Iterator[Line]:
-    """Small states, one at every boundary: traffic of hybrid_state on a shape of LFM2."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
-        for what, traffic, least in (
-            ("repeated prefixes", hybrid_state.documents(60), 0.98),
-            ("chats of 12 turns", hybrid_state.chats(6), 0.97),
-            ("prefixes cut at random", hybrid_state.cut(60), 0.95),
-        ):
-            built = hybrid_state.engine(
-                Path(folder),
-                load_format="dummy",
-                max_num_seqs=4,
-                kv_cache_memory=12 << 20,
-                max_num_batched_tokens=2048,
-                max_model_len=12_000,
-            )
-            share, tokens = hybrid_state.shared(built.engine, traffic)
-            figure = f"{share:.1%} of {tokens:,} tokens; {built.sizes.states} states, {built.sizes.blocks} blocks"
-            yield Line(f"LFM2's shape, {what}: at least {least:.0%}", figure, share >= least)
 
 
 def refusal_line() -> Line:

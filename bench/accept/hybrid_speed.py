@@ -16,11 +16,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
 import harness
-from harness import DATA, RESULTS, ROOT, Line
+from harness import RESULTS, ROOT, Line, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
+import weights_peers
+
 import random_model
-from pageturner.formats.load_tokenizer import load_tokenizer
 from peers import launch, rounds, run
 from peers.rounds import OURS, Turn
 
@@ -35,7 +36,6 @@ LOADS = {
     "alone": (1, 64, 48, "TPOT p50", 1.0),
     "eight": (8, 64, 48, "output", 1.5),
 }
-TEXT = DATA / "text" / "en_sherlock_holmes.txt"
 KEPT = RESULTS / "shapes.json"
 TYPE = "Q4_K_M"
 
@@ -74,7 +74,13 @@ def played(
     kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
     turns: list[Turn] = []
     for number in range(options.speed_rounds):
-        loads = {load: words(shape, load, number) for load in options.speed_loads}
+        loads = {
+            load: weights_peers.words(
+                load, model(shape), *LOADS[load][:3], begin=1000 + 3000 * (number * len(LOADS) + at)
+            )
+            for at, load in enumerate(LOADS)
+            if load in options.speed_loads
+        }
         for engine in [one for one in engines if one not in failed]:
             try:
                 with rounds.opened(engine) as measure:
@@ -91,42 +97,14 @@ def played(
     KEPT.write_text(json.dumps(kept, indent=1))
 
 
-def words(shape: str, load: str, number: int) -> Path:
-    """A workload of prompts of so many tokens, each from another place of the book."""
-    if not TEXT.is_file():
-        raise harness.NotRun(f"{TEXT} is absent")
-    tokenizer = load_tokenizer(model(shape))
-    tokens = tokenizer.encode(TEXT.read_text()[:400_000], add_special=False, parse_special=False)
-    requests, prompt, answer, *_ = LOADS[load]
-    begin = 1000 + 3000 * (number * len(LOADS) + list(LOADS).index(load))
-    rows = []
-    for i in range(requests):
-        first = begin + 2 * i * prompt
-        text = tokenizer.decode(tokens[first : first + prompt])
-        rows.append(json.dumps({"prompt": text, "max_tokens": answer, "arrival_s": 0.0}))
-    target = RESULTS / "shapes" / f"{load}.jsonl"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(rows) + "\n")
-    return target
-
-
 def judged(shape: str, load: str, turns: Sequence[Turn], failed: dict[str, str]) -> Line:
     """Ours beside the best peer that ran; NOT RUN where one that the issue names did not."""
     *_, metric, least = LOADS[load]
-    what = f"{shape}, {LAYERS[shape] or 'all'} layers, {load}, {metric}: at least {least:g}x"
+    what = f"{shape}, {LAYERS[shape] or 'all'} layers, {load}, {metric}"
     try:
-        best = rounds.best_peer(turns, load, metric)
-        mine = next(turn.engine for turn in turns if turn.engine.startswith(OURS))
-        ratio, count = rounds.ratio(turns, load, metric, mine, best)
-    except (LookupError, StopIteration):
-        return Line(what, f"no pair: {failed}", None, run=False)
-    middle = rounds.medians(turns, load, metric)
-    names = ", ".join(f"{engine.partition('@')[0]} {value:.1f}" for engine, value in middle.items())
-    figure = f"{ratio:.2f}x {best.partition('@')[0]} ({names}; {count} rounds)"
-    if failed:
-        missing = ", ".join(engine.partition("@")[0] for engine in failed)
-        return Line(what, f"{figure}; without {missing}", None, run=False)
-    return Line(what, figure, ratio >= least)
+        return weights_peers.judged(what, turns, failed, load, metric, least)
+    except NotRun as reason:
+        return Line(what, str(reason), None, run=False)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     yield from sizes()
     yield from logits()
     yield from crash()
-    yield from reuse(options.state_requests)
+    conversations = max(options.state_requests // 12, 4)
+    yield from reuse(options.state_requests, conversations, SHAPE, 48 << 20)
 
 
 def engine(model: Path, **settings: Any) -> LoadedEngine:
@@ -194,26 +195,29 @@ def go_on(
 
 
 # -- reuse -------------------------------------------------------------------------------------------------------
-def reuse(count: int) -> Iterator[Line]:
-    """Documents with questions, chats, and prefixes cut anywhere, one request after the other."""
+def reuse(
+    count: int, conversations: int, shape: dict[str, Any], memory: int, name: str = ""
+) -> Iterator[Line]:
+    """Documents with questions, chats, and prefixes cut anywhere, one request after the other,
+    in so many bytes of KV. name: goes before the lines."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
         for what, traffic, least in (
             ("repeated prefixes", documents(count), 0.98),
-            ("chats of 12 turns", chats(max(count // 12, 4)), 0.97),
+            ("chats of 12 turns", chats(conversations), 0.97),
             ("prefixes cut at random", cut(count), 0.95),
         ):
             built = engine(
                 Path(folder),
                 load_format="dummy",
                 max_num_seqs=4,
-                kv_cache_memory=48 << 20,
+                kv_cache_memory=memory,
                 max_num_batched_tokens=2048,
                 max_model_len=12_000,
             )
             share, computed = shared(built.engine, traffic)
             yield Line(
-                f"{what}: at least {least:.0%} of the reusable tokens",
+                f"{name}{what}: at least {least:.0%} of the reusable tokens",
                 f"{share:.1%} of {computed:,} tokens; {built.sizes.states} states, {built.sizes.blocks:,} blocks",
                 share >= least,
             )

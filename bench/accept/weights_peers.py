@@ -138,7 +138,7 @@ def _fastest(turns: Sequence[Turn], workload: str, metric: str) -> str:
         raise NotRun(str(error)) from error
 
 
-def _judged(
+def judged(
     what: str,
     turns: Sequence[Turn],
     failed: dict[str, str],
@@ -179,7 +179,7 @@ def _workload(name: str) -> Path:
 def mixed64(arguments: argparse.Namespace) -> Iterator[Line]:
     """All of the workload at once."""
     turns, failed = _play("mixed64", [OURS, *SMOLLM2], {"mixed64": _workload("mixed64")}, arguments)
-    yield _judged("mixed64, output (aim 2x)", turns, failed, "mixed64", "output", 1.7)
+    yield judged("mixed64, output (aim 2x)", turns, failed, "mixed64", "output", 1.7)
     gaps = {
         engine: statistics.median(t.figures["itl_ms"]["p99"] for t in turns if t.engine == engine)
         for engine in dict.fromkeys(t.engine for t in turns)
@@ -215,7 +215,7 @@ def poisson(arguments: argparse.Namespace) -> Iterator[Line]:
     )
     for metric in ("TTFT p99", "TPOT p50"):
         what = f"poisson at {LOAD:.0%} of {ranked[0]} (arrivals x {scale:.2f}), {metric}"
-        yield _judged(what, turns, failed, "poisson", metric, 2)
+        yield judged(what, turns, failed, "poisson", metric, 2)
 
 
 def qwen(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -235,7 +235,7 @@ def qwen(arguments: argparse.Namespace) -> Iterator[Line]:
         loads = {"mixed64": half, "single": _workload("single")}
         turns, failed = _play(f"qwen-{size}", engines, loads, arguments)
         for workload, least in (("mixed64", 1.6), ("single", 1.3)):
-            yield _judged(
+            yield judged(
                 f"Qwen2.5-Coder {size}, {workload}", turns, failed, workload, "output", least
             )
 
@@ -256,18 +256,20 @@ def four(arguments: argparse.Namespace) -> Iterator[Line]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         random_model.write(path, "qwen3-4b", "Q4_0", seed=1)
-    loads = {name: _words(name, path, *size) for name, size in FOUR.items()}
+    loads = {name: words(name, path, *size) for name, size in FOUR.items()}
     engines = [f"{engine}@{path}" for engine in (OURS, "ik", "llama", "openvino")]
     turns, failed = _play("four", engines, loads, arguments)
-    yield _judged(
+    yield judged(
         "4B shape, a prompt of 512, first token", turns, failed, "prompt512", "TTFT p50", 1.2
     )
-    yield _judged("4B shape, 16 at once, output", turns, failed, "sixteen", "output", 2)
-    yield _judged("4B shape, one alone, time per token", turns, failed, "alone", "TPOT p50", 1.05)
+    yield judged("4B shape, 16 at once, output", turns, failed, "sixteen", "output", 2)
+    yield judged("4B shape, one alone, time per token", turns, failed, "alone", "TPOT p50", 1.05)
 
 
-def _words(name: str, model: Path, requests: int, prompt: int, answer: int) -> Path:
-    """A workload of prompts of so many tokens, each from another place of a book."""
+def words(
+    name: str, model: Path, requests: int, prompt: int, answer: int, *, begin: int = 1000
+) -> Path:
+    """A workload of prompts of so many tokens, each from its own place of a book from `begin` on."""
     text = DATA / "text" / TEXT
     if not text.is_file():
         raise NotRun(f"{text} is absent")
@@ -277,7 +279,7 @@ def _words(name: str, model: Path, requests: int, prompt: int, answer: int) -> P
     FOLDER.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(requests):
-        first = 1000 + 2 * i * prompt
+        first = begin + 2 * i * prompt
         words = tokenizer.decode(tokens[first : first + prompt])
         rows.append(json.dumps({"prompt": words, "max_tokens": answer, "arrival_s": 0.0}))
     target.write_text("\n".join(rows) + "\n")
