@@ -18,6 +18,8 @@ import threading
 import time
 import tomllib
 from collections import deque
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +129,23 @@ def run(*steps: Step) -> None:
             step.process.terminate()
 
 
+def bundled_pip() -> Path | None:
+    """The folder with Python's own wheel of pip, where this interpreter's pip can work for another one.
+
+    To make an environment with a pip takes seconds in which nothing else can be done: so it gets that wheel
+    beside all else.
+    """
+    found = find_spec("ensurepip")
+    try:
+        told = re.findall(r"\d+", version("pip"))
+    except PackageNotFoundError:
+        return None
+    if found is None or found.origin is None or tuple(map(int, told[:2])) < (22, 3):
+        return None
+    folder = Path(found.origin).parent / "_bundled"
+    return folder if any(folder.glob("pip-*.whl")) else None
+
+
 def main() -> None:
     """Make the environment if there is none, then install packages and kernels side by side."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -135,9 +154,14 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="compile the kernels alone")
     arguments = parser.parse_args()
     python = str(arguments.environment.absolute() / "bin" / "python")
-    if not Path(python).exists():
-        run(Step("making .venv", [sys.executable, "-m", "venv", str(arguments.environment)]))
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    whole = (arguments.environment / "bin" / "pip").exists()
+    bundled = None if whole else bundled_pip()
+    if not whole:
+        without = ["--without-pip"] if bundled else []
+        command = [sys.executable, "-m", "venv", *without, str(arguments.environment)]
+        run(Step("making .venv", command))
+    pip = [sys.executable, "-m", "pip", "--python", python] if bundled else [python, "-m", "pip"]
+    pip += ["install", "--disable-pip-version-check", "--progress-bar", "off"]
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     needed += [name for name in ("cmake", "ninja") if shutil.which(name) is None]
     own = ["--no-deps", "--no-build-isolation", "--editable", "."]
@@ -154,6 +178,9 @@ def main() -> None:
     steps = [Step("kernels", [*pip, *settings, *own])]
     if not arguments.again:
         steps.append(Step("packages", packages, pinned))
+    if bundled:
+        from_there = ["--no-index", "--no-compile", "--find-links", str(bundled)]
+        steps.append(Step("pip", [*pip, *from_there, "pip"]))
     run(*steps)
 
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -58,12 +60,17 @@ def test_a_plain_file_is_left_alone(tmp_path: Path) -> None:
         assert bool(log.read_text()) == bool(lines), "its owner would write over what is added"
 
 
-def test_a_step_is_told_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+def installer() -> Any:
     spec = importlib.util.spec_from_file_location("install", ROOT / "setup" / "install.py")
     assert spec is not None
     assert spec.loader is not None
     install = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(install)
+    return install
+
+
+def test_a_step_is_told_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    install = installer()
     install.EVERY_S = 0.05
     program = (
         "import time; print('Collecting numpy==2', flush=True); time.sleep(0.5);"
@@ -77,3 +84,17 @@ def test_a_step_is_told_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         install.run(install.Step("kernels", [sys.executable, "-c", "import nothing_of_the_kind"]))
     assert "No module named 'nothing_of_the_kind'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("pip", "lent"), [("22.2.9", False), ("22.3", True), ("24.0.dev1", True)])
+def test_an_environment_is_made_without_pip_where_ours_can_work_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pip: str, lent: bool
+) -> None:
+    install = installer()
+    (tmp_path / "_bundled").mkdir()
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(install, "version", lambda name: pip)
+    monkeypatch.setattr(install, "find_spec", lambda name: spec)
+    assert install.bundled_pip() is None, "there is no wheel"
+    (tmp_path / "_bundled" / "pip-23.2-py3-none-any.whl").touch()
+    assert install.bundled_pip() == (tmp_path / "_bundled" if lent else None)

@@ -118,11 +118,7 @@ def streamed(server: Server, shape: Shape, body: Json) -> str:
 def test_streamed_is_not_streamed(server: Server, name: str) -> None:
     shape, chance = SHAPES[name], random.Random(name)
     for _ in range(15):
-        said = "".join(
-            chance.choices(
-                ["a", "é", " ", "東", "<|short|>", "\n", '"', "😀"], k=chance.randint(1, 9)
-            )
-        )
+        said = "".join(chance.choices(PIECES, k=chance.randint(1, 9)))
         body = shape.body(said, chance.randint(1, 40))
         if chance.random() < 0.5:
             body |= shape.stop(chance.choice(["o", "the", "é", "jumps over", "Ω"]))
@@ -157,15 +153,14 @@ def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]
         texts = [pool.submit(one, number) for number in range(len(jobs))]
         server.until(lambda: len(server.notes("submit")) == 2 * len(jobs))
         tokens = server.metric("vllm:generation_tokens_total")
-        server.until(
-            lambda: server.metric("vllm:generation_tokens_total") > tokens + 2 * len(jobs)
-        )
+        server.until(lambda: server.metric("vllm:generation_tokens_total") > tokens + 2 * len(jobs))
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert [text.result(60) for text in texts] == undisturbed
     assert server.metric("pageturner:engine_restarts_total") == 1
     # on a busy machine a few may have ended before: all others go on from where they stood
     moved = server.notes("submit")[2 * len(jobs) :]
-    assert len(moved) > len(jobs) // 2 and all(note["resume"] > 0 for note in moved)
+    assert len(moved) > len(jobs) // 2
+    assert all(note["resume"] > 0 for note in moved)
 
 
 @each_shape

@@ -12,15 +12,11 @@
 // Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
 // many.
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <utility>
 
 #include "micro.h"
 #include "sources.h"
-#if defined(PT_AMX)
-#include "tiles_amx.h"
-#endif
+#include "tiles.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -273,78 +269,6 @@ void lengths(const Matrix& m, int panel0, int panel1, float* out) {
 
 namespace {
 
-// R rows of e4m3 weights, as many at a time as registers hold.
-template <int R>
-void tile_f8_rows(const uint8_t* p, int groups, const float* x, int k, float* acc) {
-  constexpr int first = R < kF8Rows ? R : kF8Rows;
-  tile_f8<first>(p, groups, x, k, acc);
-  if constexpr (R > first) tile_f8_rows<R - first>(p, groups, x + size_t(first) * k, k, acc + first * kPanel);
-}
-
-// R rows by the two panels from `panel` on, which is even: acc[2][kTallRows][16].
-template <int R, int bits, Kind kind>
-void tile_of(const Matrix& m, const Acts& x, int row, int panel, float* acc) {
-  if constexpr (kind == Kind::F8) {
-    for (int i = 0; i < 2; i++)
-      tile_f8_rows<R>(m.panel(panel + i), m.k / kGroup, x.f32 + size_t(row) * x.k, x.k,
-                      acc + i * kTallRows * kPanel);
-  } else if constexpr (kind < Kind::Q8) {
-    using T = std::conditional_t<kind == Kind::F32, float, std::conditional_t<kind == Kind::F16, f16, bf16>>;
-    for (int i = 0; i < 2; i++)
-      tile_float<R>((const T*)m.panel(panel + i), m.k, x.f32 + size_t(row) * x.k,
-                    acc + i * kTallRows * kPanel);
-  } else {
-    tile_quantised<R, bits, kind>(m.panel(panel), m.k / kGroup, x, row, acc);
-  }
-}
-
-// Rows row, row + 1, ... by two panels. slot: of what a thread keeps between tiles, 0 or 1.
-using RowsTile = void (*)(const Matrix&, int slot, const Acts&, int row, int panel, float* acc);
-
-// R rows by the two panels from `panel` on, which is even: acc[2][kTallRows][16].
-template <int R, int bits, Kind kind>
-void low_tile(const Matrix& m, int, const Acts& x, int row, int panel, float* acc) {
-  tile_of<R, bits, kind>(m, x, row, panel, acc);
-}
-
-// Tiles of so many rows less one; between low and tall ones there are none.
-template <int bits, Kind kind>
-const RowsTile* tiles_of_kind() {
-  static constexpr std::array<RowsTile, kTallRows> list = [] {
-    std::array<RowsTile, kTallRows> all{};
-    [&]<int... R>(std::integer_sequence<int, R...>) {
-      ((all[R] = low_tile<R + 1, bits, kind>), ...);
-    }(std::make_integer_sequence<int, kTileRows>());
-#if defined(PT_AMX)
-    if constexpr (nibbles(kind)) all[kTallRows - 1] = tall_tile<bits, kind>;
-#endif
-    return all;
-  }();
-  return list.data();
-}
-
-template <int bits>
-const RowsTile* tiles_of(Kind kind) {
-  switch (kind) {
-    case Kind::F32: return tiles_of_kind<8, Kind::F32>();
-    case Kind::F16: return tiles_of_kind<8, Kind::F16>();
-    case Kind::BF16: return tiles_of_kind<8, Kind::BF16>();
-    case Kind::F8: return tiles_of_kind<8, Kind::F8>();
-    case Kind::Q8: return tiles_of_kind<bits, Kind::Q8>();
-    case Kind::Q8Half: return tiles_of_kind<bits, Kind::Q8Half>();
-    case Kind::Q6K: return tiles_of_kind<bits, Kind::Q6K>();
-    case Kind::Table4: return tiles_of_kind<bits, Kind::Table4>();
-    case Kind::Q4: return tiles_of_kind<bits, Kind::Q4>();
-    case Kind::Q4Wide: return tiles_of_kind<bits, Kind::Q4Wide>();
-    case Kind::Q4Sym: return tiles_of_kind<bits, Kind::Q4Sym>();
-    case Kind::Q4K: return tiles_of_kind<bits, Kind::Q4K>();
-    case Kind::Q5: return tiles_of_kind<bits, Kind::Q5>();
-    case Kind::Q5Sym: return tiles_of_kind<bits, Kind::Q5Sym>();
-    case Kind::Q5K: return tiles_of_kind<bits, Kind::Q5K>();
-  }
-  __builtin_unreachable();
-}
-
 // Rows row..end-1 of a panel, from acc[R][16].
 inline void write(const Target& t, int row, int end, int col, int cols, const float* acc) {
   float* out = t.out + size_t(row) * t.ld + col;
@@ -413,10 +337,9 @@ bool tall(const Matrix& m, const Acts& x) {
 }
 
 // What tiles leave in this thread.
-void end_tiles() {
+void end_all_tiles() {
 #if defined(PT_AMX)
-  release_tiles();
-  forget_weights();
+  end_tiles<8>(), end_tiles<12>(), end_tiles<15>();
 #endif
 }
 
@@ -434,7 +357,7 @@ void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int pa
       write(target, t.row, t.end, col, cols, acc[p - pair] + (t.row - t.from) * kPanel);
     }
   });
-  end_tiles();
+  end_all_tiles();
 }
 
 // Two panels of each matrix are a group of what comes out, which is rounded before it leaves the cache.
@@ -487,7 +410,7 @@ void hidden(const Hidden& h, const Acts& x, int row0, int row1, int panel0, int 
                   sizeof(float) * cols);
     if (out.scale) quantise_group(up, out, row, rows, p / 2);
   });
-  end_tiles();
+  end_all_tiles();
 }
 
 }  // namespace PT_ISA
