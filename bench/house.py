@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 92_450,
     "cli": 14_600,
 }
-WHOLE = {"src/pageturner": 612_050, "bench": 206_950, "tests": 693_700}  # tokens
+WHOLE = {"src/pageturner": 612_050, "bench": 207_700, "tests": 693_750}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

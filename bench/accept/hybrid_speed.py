@@ -57,9 +57,9 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
             yield judged(shape, load, turns, failed)
 
 
-def model(shape: str) -> Path:
-    """The file of a shape, written where it is not there."""
-    layers = LAYERS[shape]
+def model(shape: str, layers: int | None = None) -> Path:
+    """The file of a shape with so many layers, written where it is not there."""
+    layers = LAYERS[shape] if layers is None else layers
     path = launch.cache_dir() / "shapes" / f"{shape}.{layers or 'all'}.{TYPE}.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():

@@ -77,6 +77,16 @@ class Server:
     def engine_pid(self) -> int:
         return int(self.notes("start")[-1]["pid"])
 
+    def kill_when_held(self, requests: int, tokens: int = 10, sign: int = signal.SIGKILL) -> None:
+        """Let no answer get more tokens, and kill the engine when all of so many stand there."""
+        hold = self.notes_path.with_name(f"{self.notes_path.name}.hold")
+        hold.write_text(f"{tokens}")
+        pid = self.engine_pid()
+        wanted = {"pid": pid, "held": tokens, "requests": requests}
+        self.until(lambda: wanted in self.notes("held"))
+        os.kill(pid, sign)
+        hold.unlink()
+
     def metric(self, name: str) -> float:
         """The value of a metric, summed over its labels."""
         text = self.http.get("/metrics").text

@@ -1,5 +1,6 @@
 """An engine process without an engine: speaks the channel, computes `token_at`, obeys the control tokens of
-its prompts. Appends what it is told to the file in FAKE_LOG, one JSON object a line."""
+its prompts. Appends what it is told to the file in FAKE_LOG, one JSON object a line. While a file FAKE_LOG.hold
+is there, no answer gets more tokens than it says."""
 
 from __future__ import annotations
 
@@ -65,6 +66,9 @@ class Fake:
         self.step_seconds = float(os.environ.get("FAKE_STEP_SECONDS", "0.001"))
         self.steps = self.generated = 0
         self.state = Path(os.environ["FAKE_LOG"] + ".once")
+        self.hold = Path(os.environ["FAKE_LOG"] + ".hold")
+        self.most = sys.maxsize  # tokens of an answer
+        self.held: tuple[int, int] | None = None
 
     def note(self, **what: object) -> None:
         line = json.dumps({"pid": os.getpid(), **what}) + "\n"
@@ -141,6 +145,7 @@ class Fake:
 
     def step(self) -> None:
         batch = list(self.requests.values())[:MAX_RUNNING]
+        self.look_at_hold(batch)
         self.ledger.begin(time.monotonic(), [request.id for request in batch])
         if self.ledger.watched:
             self.ledger.note([(request.id, 1, not self.done[request.id]) for request in batch])
@@ -164,9 +169,19 @@ class Fake:
         self.sock.sendall(encode(Events(events)))
         self.stats()
 
+    def look_at_hold(self, batch: list[Request]) -> None:
+        try:
+            self.most = int(self.hold.read_text())
+        except (FileNotFoundError, ValueError):  # absent, or just being written
+            self.most = sys.maxsize
+        held = (self.most, len(batch))
+        if held != self.held and all(len(self.done[one.id]) >= self.most for one in batch):
+            self.held = held
+            self.note(held=self.most, requests=len(batch))
+
     def advance(self, request: Request) -> Event | None:
         tokens, params = self.done[request.id], request.params
-        if SPECIALS["<|stall|>"] in request.prompt:
+        if SPECIALS["<|stall|>"] in request.prompt or len(tokens) >= self.most:
             return None
         position = len(request.prompt) + len(tokens)
         if self.scored[request.id] < len(request.prompt) - 1:

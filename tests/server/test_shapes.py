@@ -4,10 +4,8 @@ anybody sends is an answer or a refusal."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -132,7 +130,7 @@ OF_ONE_TIME = re.compile(r'"(created|created_at|completed_at|\w+_duration)":("[^
 @pytest.mark.slow
 def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]) -> None:
     """Streamed and whole: every byte is what it was, but for times."""
-    server = start(FAKE_STEP_SECONDS="0.03")
+    server = start()
     jobs = [(name, stream) for name in SHAPES for stream in (True, True, True, False)]
 
     def one(number: int) -> str:
@@ -151,16 +149,10 @@ def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]
                 said = SHAPES[name].whole(json.loads(undisturbed[number]))
                 assert said == expected(f"story {number}", 120)
         texts = [pool.submit(one, number) for number in range(len(jobs))]
-        server.until(lambda: len(server.notes("submit")) == 2 * len(jobs))
-        tokens = server.metric("vllm:generation_tokens_total")
-        server.until(lambda: server.metric("vllm:generation_tokens_total") > tokens + 2 * len(jobs))
-        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.kill_when_held(len(jobs))
         assert [text.result(60) for text in texts] == undisturbed
     assert server.metric("pageturner:engine_restarts_total") == 1
-    # on a busy machine a few may have ended before: all others go on from where they stood
-    moved = server.notes("submit")[2 * len(jobs) :]
-    assert len(moved) > len(jobs) // 2
-    assert all(note["resume"] > 0 for note in moved)
+    assert len([note for note in server.notes("submit") if note["resume"] > 0]) == len(jobs)
 
 
 @each_shape
