@@ -5,6 +5,8 @@
 gemma   Gemma 4: logits, tokens and bits of tiny models, folders and GGUF files, quantised; plans; refusals
 families  LFM2, Granite 4 H, Nemotron-H, Falcon-H1: logits, tokens, bits, crashes, sizes, refusals
 state   recurrent layers in the engine: tiny models beside Transformers, crashes, reuse of prefixes, plans
+reuse   what a prompt repeats is found again: beside llama-server, over HTTP
+speed   shapes of today's models with random weights beside llama-server and ik_llama.cpp
 linear  kernels of recurrent layers: bits, errors, the time of a token beside the plain recurrence
 
 A part is `hybrid_NAME.py` beside this file, with `lines` and `add_arguments`.

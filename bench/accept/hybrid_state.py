@@ -141,9 +141,11 @@ def sizes() -> Iterator[Line]:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config))
             outline = read_outline(path)
-        found = (outline.bytes_per_token("float16"), outline.recurrent("float16")[0])
+        states = outline.recurrent("float16")
+        assert states is not None
+        found = (outline.bytes_per_token("float16"), states.state_bytes)
         each = KVPlanner(outline, "float16", BLOCK, 32768, 1 << 40).sequence_bytes(32768)
-        whole = kv * 32768 + 2 * sum(outline.recurrent("float16"))
+        whole = kv * 32768 + 2 * (states.state_bytes + states.tail_bytes)
         yield Line(
             f"plan {name}: KV of a token, a state, a sequence of 32,768 tokens",
             f"{found[0]:,} B, {found[1] / 2**20:.1f} MiB, {each / 2**20:,.0f} MiB",
