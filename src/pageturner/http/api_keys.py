@@ -127,7 +127,8 @@ def read_api_keys(listed: str, file: str) -> ApiKeys:
         try:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise bad_setting(f"api_key_file: cannot read {file}: {error}") from error
+            make = f"; `pageturner key new --tenant NAME >> {file}` makes one"
+            raise bad_setting(f"api_key_file: cannot read {file}: {error}{make}") from error
         lines = [line.strip() for line in text.splitlines()]
         if TABLES in lines:
             _add_tables(found, file, text)
