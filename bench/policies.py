@@ -27,7 +27,7 @@ from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
-from pageturner.request import Request
+from pageturner.request import Request, SessionHint
 from pageturner.telemetry.step_log import Arrived
 
 FOLDER = Path(__file__).parents[1] / "docs" / "policies"
@@ -70,6 +70,7 @@ class Ask:
     tenant: str = ""
     topic: int = 0
     shared: int = 0
+    session: str = ""
 
     def request(self, id: int) -> Request:
         """max_tokens says nothing: it is the same for all (docs/adr/0006)."""
@@ -86,6 +87,7 @@ class Ask:
             priority=self.priority,
             ttft_target=self.ttft,
             tenant=self.tenant,
+            session=SessionHint(self.session) if self.session else None,
         )
 
 
@@ -131,6 +133,8 @@ LABELLED: dict[str, Callable[[Ask], str]] = {  # what an order looks at
     "adaptive": lambda ask: f"priority {ask.priority}, {ask.prompt} + {ask.answer}",
     "fair": lambda ask: f"{ask.tenant}, {ask.prompt} + {ask.answer}",
     "prefix": lambda ask: f"prefix {'AB'[ask.topic - 1]}" if ask.topic else "no prefix",
+    "programs": lambda ask: f"agent {ask.tenant}, {ask.prompt} + {ask.answer}",
+    "uniboost": lambda ask: f"at {ask.at:.2f} s, {ask.prompt} tokens",
 }
 
 
@@ -185,9 +189,12 @@ def drawn() -> dict[str, str]:
     free = [
         replace(ask, ttft=None) for ask in FOR_ORDERS
     ]  # other orders miss targets: the door would refuse
+    own = {
+        "deadline": FOR_ORDERS,
+        "programs": [replace(ask, session=ask.tenant) for ask in free],
+    }
     orders = {
-        name: _lines(three, Contender("chunked", name), FOR_ORDERS if name == "deadline" else free)
-        for name in ORDERS
+        name: _lines(three, Contender("chunked", name), own.get(name, free)) for name in ORDERS
     }
     pictures = {}
     for each in (policies, orders):

@@ -3,6 +3,7 @@
     python bench/accept/speed.py [--only prove ...] [options of parts]
 
 drafts  drafts by suffixes: tokens a step, pace with and without, 1, 8 and 64 at once
+programs  agents as programs and boosted arrivals: orders beside others, simulated
 prove   `make prove` against ours and two peers: the table
 
 A part is `speed_NAME.py` beside this file, with `lines` and `add_arguments`.

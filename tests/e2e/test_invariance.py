@@ -41,7 +41,7 @@ POLICIES = (
     "window",
     "static",
 )
-ORDERS = ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix")
+ORDERS = ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix", "programs", "uniboost")
 NEVER_PREEMPTING = ("orca", "window", "static")
 BUDGETS = (16, 64, 512, 0)
 BLOCKS = (1, 16, 64)

@@ -43,6 +43,19 @@ def test_the_budget_is_what_the_machine_computes_in_the_time_of_a_step() -> None
     assert (slowest.token_budget, slowest.max_prefill_beside_decode) == (128, 32), (
         "no step in time: the least"
     )
+    waits = [
+        with_step_sizes(replace(config, decode_wait_ms=20.0), NEEDS, LIMITS)
+        for config in (
+            EngineConfig(),
+            EngineConfig(max_num_batched_tokens=99),
+            EngineConfig(max_prefill_beside_decode=7),
+        )
+    ]
+    assert [one.max_prefill_beside_decode for one in waits] == [41, 41, 7], "20 ms of 0.48 ms"
+    assert (
+        with_step_sizes(EngineConfig(decode_wait_ms=1.0), NEEDS, LIMITS).max_prefill_beside_decode
+        == 16
+    )
     told = with_step_sizes(EngineConfig(max_prefill_beside_decode=0), NEEDS, LIMITS)
     assert told.max_prefill_beside_decode == 0
     quick = MachineLimits(30.0, 1e5, 1e4)

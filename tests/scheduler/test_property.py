@@ -11,6 +11,7 @@ import pytest
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
+from pageturner.policies.programs import Programs
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.request import Request
 from pageturner.scheduler.types import Sequence
@@ -128,6 +129,7 @@ def test_the_ageing_bound(name: str) -> None:
                 lambda seq: dice.randrange(seq.prompt_len),
                 LengthPredictor(),
                 StepTimeModel(),
+                Programs().name_of,
             )
         )
         queue = [random_sequence(id, dice) for id in range(20)]

@@ -24,6 +24,7 @@ STEERED = 0.9  # of its target is where adaptive_chunk begins: what is over it i
 MIXED = 4 * MAX_TOKENS  # at most, of a mixture, whose experts each see a few of the rows
 PROMPTS = 64  # tokens of prompts beside as many decoding sequences as may run
 BESIDE = 32  # tokens of prompts beside anybody who decodes, at least: reading weights once more is hidden
+LEAST = 16  # beside them where a shorter wait than that of BESIDE is asked for
 MULTIPLE = 32  # of tokens: a rounder number is easier to say
 CONTEXT = 512  # positions of a usual sequence that decodes
 
@@ -44,6 +45,8 @@ def with_step_sizes(
         return replace(config, max_num_batched_tokens=config.token_budget)
     budget, target = config.max_num_batched_tokens, STEERED * config.tpot_ms / 1000
     beside = config.max_prefill_beside_decode
+    if config.decode_wait_ms and beside < 0:
+        beside = max(int(config.decode_wait_ms / 1000 / each), LEAST)
     if budget < 0 and config.policy == "adaptive_chunk":  # it steers: the budget is its limit
         budget = MAX_TOKENS
     elif budget < 0:

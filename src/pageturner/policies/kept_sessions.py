@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
 from pageturner.ipc.session_messages import KeptSession, RestoreSession
@@ -33,10 +33,17 @@ LEARNT = 0.2  # weight of a conversation that has ended in the number of turns t
 
 
 class KeptSessions:
-    """All kept sessions by name. now: the newest time that was told."""
+    """All kept sessions by name. now: the newest time that was told; hint_of: what is said of the
+    KV of a sequence."""
 
-    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        hint_of: Callable[[Sequence], SessionHint | None],
+    ) -> None:
         self._pool, self._config = pool, config
+        self._hint_of = hint_of
         self._sessions: dict[str, KeptConversation] = {}
         self._owners: Counter[str] = Counter()
         self._turns: dict[int, KeptConversation] = {}  # request -> whose turn it is
@@ -145,7 +152,7 @@ class KeptSessions:
 
     # -- turns -------------------------------------------------------------------------------------
     def _arriving(self, seq: Sequence) -> None:
-        hint = seq.request.session
+        hint = self._hint_of(seq)
         if hint is None or not self.most:
             return
         arrival = seq.request.arrival
@@ -197,8 +204,7 @@ class KeptSessions:
         hint = seq.request.session
         if (
             one is None
-            or hint is None
-            or hint.supersede
+            or (hint is not None and hint.supersede)
             or not one.turns
             or seq.max_computed_tokens != fresh
         ):

@@ -1,4 +1,5 @@
-"""The queue orders, by name: fcfs, priority, sjf, deadline, adaptive, fair, prefix.
+"""The queue orders, by name: fcfs, priority, sjf, deadline, adaptive, fair, prefix, programs and
+uniboost.
 
 Owns their keys and what single orders remember. Must not touch sequences, blocks or queues
 (scheduler/order.py).
@@ -17,7 +18,9 @@ from math import inf, log2
 
 from pageturner.policies.fairness import Tenants
 from pageturner.policies.length_predictor import LengthPredictor
+from pageturner.policies.programs import AttainedService
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.policies.uniboost import boost
 from pageturner.scheduler.listener import Listener
 from pageturner.scheduler.order import Key, Order
 from pageturner.scheduler.types import Sequence
@@ -33,6 +36,7 @@ class Context:
     ageing         seconds, at least 0
     output_weight  what a token of the answer costs, in tokens of a prompt
     cached         tokens of a waiting sequence that would not have to be computed
+    program        name of the program that a sequence belongs to
     """
 
     ageing: float
@@ -40,6 +44,7 @@ class Context:
     cached: Callable[[Sequence], int]
     predictor: LengthPredictor
     step_times: StepTimeModel
+    program: Callable[[Sequence], str]
 
     def __post_init__(self) -> None:
         if not (self.ageing >= 0 and self.output_weight >= 0):
@@ -204,6 +209,29 @@ def fair(context: Context) -> Order:
     return _order_of(tenants, tenants.key)
 
 
+def programs(context: Context) -> Order:
+    """The program that was served least goes first."""
+    service = AttainedService(context.output_weight, context.program)
+    key = _aged(context.ageing, lambda seq, now: (service[seq],))
+    return Order(key, listener=Listener(served=service.served))
+
+
+def uniboost(context: Context) -> Order:
+    """Sort by arrival, less a boost that falls with the work that is known."""
+    boosts = Estimates(lambda seq: boost(_known_work(context, seq), context.ageing))
+
+    def key(seq: Sequence, now: float) -> Key:
+        return (seq.request.arrival - boosts[seq],)
+
+    return _order_of(boosts, _aged(context.ageing, key))
+
+
+def _known_work(context: Context, seq: Sequence) -> float:
+    """Return the seconds that what is there of it takes, without what a cache gives."""
+    tokens = len(seq.tokens) - context.cached(seq)
+    return context.step_times.each * tokens + context.step_times.step * seq.generated
+
+
 ORDERS: dict[str, Callable[[Context], Order]] = {
     "fcfs": fcfs,
     "priority": priority,
@@ -212,4 +240,6 @@ ORDERS: dict[str, Callable[[Context], Order]] = {
     "adaptive": adaptive,
     "fair": fair,
     "prefix": prefix,
+    "programs": programs,
+    "uniboost": uniboost,
 }

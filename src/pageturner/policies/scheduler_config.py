@@ -33,6 +33,12 @@ class SchedulerConfig:
         " 0: what this machine computes in 0.08 s, at least 32, unless a budget is given",
         least=-1,
     )
+    decode_wait_ms: float = option(
+        0.0,
+        "most milliseconds by which prompts lengthen a step in which others decode, as this"
+        " machine computes, but 16 tokens of them; 0: as max_prefill_beside_decode says",
+        least=0,
+    )
     max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")

@@ -16,6 +16,7 @@ from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.policies.policy_stack import PolicyStack
+from pageturner.policies.programs import Programs
 from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.session_starts import SessionStarts
@@ -88,17 +89,25 @@ class _Plugs:
     rules: PolicyStack
     predictor: LengthPredictor
     step_times: StepTimeModel
+    programs: Programs
+    starts: SessionStarts
 
     def policy(self, config: SchedulerConfig) -> Policy:
         return self.rules.wrap_policy(POLICIES[config.policy](config, self.step_times))
 
     def order(self, config: SchedulerConfig) -> Order:
+        by_program = config.order == "programs"
+        self.programs.keeps = self.starts.idle_joins = by_program
+        self.starts.wait = config.session_wait
+        if by_program:
+            self.starts.wait = min(config.session_wait, config.ageing)
         context = Context(
             ageing=config.ageing,
             output_weight=config.output_weight,
             cached=self.pool.attachable,
             predictor=self.predictor,
             step_times=self.step_times,
+            program=self.programs.name_of,
         )
         return self.background.wrap_order(ORDERS[config.order](context))
 
@@ -159,11 +168,13 @@ def make_scheduler(
     )
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
-    background, sessions = BackgroundWork(), KeptSessions(pool, config)
+    background, programs = BackgroundWork(), Programs()
+    sessions = KeptSessions(pool, config, programs.hint_of)
     if states:
         Snapshots(pool, config.snapshot_interval).keep_for(sessions.claims, sessions.give_up)
-    rules = PolicyStack(SessionStarts(sessions, config.session_wait), background, pricing)
-    plugs = _Plugs(pool, background, rules, predictor, step_times)
+    starts = SessionStarts(sessions)
+    rules = PolicyStack(starts, background, pricing)
+    plugs = _Plugs(pool, background, rules, predictor, step_times, programs, starts)
 
     def kv_stats() -> dict[str, float]:
         """Return what all owners hold, and what servers without pages would reserve for those that
@@ -196,6 +207,7 @@ def make_scheduler(
             counters.listener,
             pricing.listener,
             background.listener,
+            programs.listener,
             *listeners,
             sessions.listener,  # last: a request that another one refuses opens no session
         ),

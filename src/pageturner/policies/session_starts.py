@@ -45,11 +45,13 @@ class _Room:
 
 
 class SessionStarts:
-    """Holds back first turns of sessions. wait: the most seconds for which it has a request
-    wait."""
+    """Holds back first turns of sessions. wait: the most seconds for which it has a request wait;
+    idle_joins: whether the first of them joins where nobody else is to be computed."""
 
-    def __init__(self, sessions: KeptSessions, wait: float) -> None:
-        self._sessions, self._wait = sessions, wait
+    def __init__(self, sessions: KeptSessions) -> None:
+        self._sessions = sessions
+        self.wait = 0.0
+        self.idle_joins = False
 
     def held(self, v: View) -> set[Sequence]:
         """Return the waiting sequences that stand aside in this step, and set when to ask again."""
@@ -57,7 +59,7 @@ class SessionStarts:
             return set()
         self._sessions.plan(v.now)
         starts = {seq: one for seq in v.waiting if (one := self._starting(seq)) is not None}
-        if not starts or not self._wait:
+        if not starts or not self.wait:
             return set()
         room = self._room(set(starts.values()), v.now)
         aside: set[Sequence] = set()
@@ -65,13 +67,15 @@ class SessionStarts:
         wake = room.until
         # sessions that were under way before come first
         for seq, one in sorted(starts.items(), key=lambda pair: not pair[1].turns):
-            until = seq.request.arrival + self._wait
+            until = seq.request.arrival + self.wait
             if v.now < until and (one.owner in owners or not self._fits(one, room)):
                 aside.add(seq)
                 owners.add(one.owner)
                 wake = min(wake, until)
             else:
                 self._add(one, room)
+        if self.idle_joins and aside.issuperset(v.waiting) and not v.decoding and not v.prefilling:
+            aside.discard(v.waiting[0])
         if aside:
             v.wake = max(v.now, wake)
         return aside

@@ -53,6 +53,8 @@ ORDERS = {
     "adaptive": "by priority, predicted work, waiting time and who runs already",
     "fair": FAIR,
     "prefix": "the longest cached prefix first",
+    "programs": "the agent first that was served least, over all its requests; its KV is kept",
+    "uniboost": "by arrival, but short requests are taken for earlier: nothing is predicted",
 }
 
 
