@@ -32,7 +32,7 @@ BARS = {
     "lines of the path": 6_060,
     "docstrings without a subject": 0,
     "functions of more than five parameters": 143,
-    "tuple assignments": 1_111,
+    "tuple assignments": 1_110,
     "conditional expressions": 1_789,
     "names MOST_": 0,
     "lines over 100 characters": 400,
@@ -43,7 +43,7 @@ BARS = {
 BUDGETS = {
     ".": 8_700,
     "scheduler": 12_600,
-    "policies": 25_700,
+    "policies": 27_000,
     "telemetry": 8_000,
     "config": 4_000,
     "ipc": 2_350,
@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 92_450,
     "cli": 14_600,
 }
-WHOLE = {"src/pageturner": 612_050, "bench": 207_700, "tests": 693_750}  # tokens
+WHOLE = {"src/pageturner": 613_350, "bench": 210_100, "tests": 695_900}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

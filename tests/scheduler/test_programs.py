@@ -23,12 +23,6 @@ def sequence(id: int, tokens: list[int], **fields: Any) -> Sequence:
     return Sequence(Request(id, tuple(tokens), **fields), tokens=[*tokens], limit=1 << 20)
 
 
-def keeping() -> Programs:
-    programs = Programs()
-    programs.keeps = True
-    return programs
-
-
 def said(number: int, length: int) -> list[int]:
     return [1000 * number + i for i in range(length)]
 
@@ -37,8 +31,7 @@ def ended(programs: Programs, seq: Sequence, answer: list[int]) -> list[int]:
     """All that was said when it has ended."""
     programs.name_of(seq)
     seq.tokens += answer
-    assert programs.listener.ended
-    programs.listener.ended(seq, "stop")
+    programs.ended(seq, "stop")
     return seq.tokens
 
 
@@ -48,7 +41,7 @@ def ended(programs: Programs, seq: Sequence, answer: list[int]) -> list[int]:
 def test_a_prompt_that_goes_on_with_another_belongs_to_its_program(
     length: int, answer: int
 ) -> None:
-    programs = keeping()
+    programs = Programs()
     first = sequence(1, said(1, length))
     name = programs.name_of(first)
     assert programs.hint_of(first) is None
@@ -63,7 +56,7 @@ def test_a_prompt_that_goes_on_with_another_belongs_to_its_program(
 
 
 def test_others_begin_programs_of_their_own() -> None:
-    programs = keeping()
+    programs = Programs()
     ended(programs, sequence(1, said(1, 4 * GRAIN), tenant="a"), said(2, 9))
     others = [
         sequence(2, said(1, 4 * GRAIN), tenant="b"),
@@ -85,7 +78,7 @@ def test_a_session_is_a_program_and_says_itself_what_is_kept() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    programs = keeping()
+    programs = Programs()
     for id in range(2 * MAX_PROGRAMS + 9):
         ended(programs, sequence(id, said(id, GRAIN)), [1])
     assert programs.hint_of(sequence(-1, said(2 * MAX_PROGRAMS, GRAIN))) is not None

@@ -129,7 +129,7 @@ def test_the_ageing_bound(name: str) -> None:
                 lambda seq: dice.randrange(seq.prompt_len),
                 LengthPredictor(),
                 StepTimeModel(),
-                Programs().name_of,
+                Programs(),
             )
         )
         queue = [random_sequence(id, dice) for id in range(20)]

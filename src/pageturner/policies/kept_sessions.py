@@ -17,6 +17,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
+from operator import attrgetter
 
 from pageturner.ipc.session_messages import KeptSession, RestoreSession
 from pageturner.policies.eviction_order import Fate
@@ -29,6 +30,7 @@ from pageturner.scheduler.listener import Listener, StepReport
 from pageturner.scheduler.types import Sequence
 
 GIVEN_UP = 16  # blocks of a conversation, at a time
+OWN_HINT = attrgetter("request.session")
 LEARNT = 0.2  # weight of a conversation that has ended in the number of turns that they have
 
 
@@ -36,14 +38,10 @@ class KeptSessions:
     """All kept sessions by name. now: the newest time that was told; hint_of: what is said of the
     KV of a sequence."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        config: SchedulerConfig,
-        hint_of: Callable[[Sequence], SessionHint | None],
-    ) -> None:
+    hint_of: Callable[[Sequence], SessionHint | None] = OWN_HINT
+
+    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         self._pool, self._config = pool, config
-        self._hint_of = hint_of
         self._sessions: dict[str, KeptConversation] = {}
         self._owners: Counter[str] = Counter()
         self._turns: dict[int, KeptConversation] = {}  # request -> whose turn it is
@@ -152,7 +150,7 @@ class KeptSessions:
 
     # -- turns -------------------------------------------------------------------------------------
     def _arriving(self, seq: Sequence) -> None:
-        hint = self._hint_of(seq)
+        hint = self.hint_of(seq)
         if hint is None or not self.most:
             return
         arrival = seq.request.arrival

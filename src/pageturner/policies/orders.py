@@ -18,7 +18,7 @@ from math import inf, log2
 
 from pageturner.policies.fairness import Tenants
 from pageturner.policies.length_predictor import LengthPredictor
-from pageturner.policies.programs import AttainedService
+from pageturner.policies.programs import AttainedService, Programs
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.policies.uniboost import boost
 from pageturner.scheduler.listener import Listener
@@ -36,7 +36,7 @@ class Context:
     ageing         seconds, at least 0
     output_weight  what a token of the answer costs, in tokens of a prompt
     cached         tokens of a waiting sequence that would not have to be computed
-    program        name of the program that a sequence belongs to
+    programs       tells the program that a sequence belongs to
     """
 
     ageing: float
@@ -44,7 +44,7 @@ class Context:
     cached: Callable[[Sequence], int]
     predictor: LengthPredictor
     step_times: StepTimeModel
-    program: Callable[[Sequence], str]
+    programs: Programs
 
     def __post_init__(self) -> None:
         if not (self.ageing >= 0 and self.output_weight >= 0):
@@ -211,9 +211,9 @@ def fair(context: Context) -> Order:
 
 def programs(context: Context) -> Order:
     """The program that was served least goes first."""
-    service = AttainedService(context.output_weight, context.program)
+    service = AttainedService(context.output_weight, context.programs.name_of)
     key = _aged(context.ageing, lambda seq, now: (service[seq],))
-    return Order(key, listener=Listener(served=service.served))
+    return Order(key, listener=Listener(served=service.served, ended=context.programs.ended))
 
 
 def uniboost(context: Context) -> Order:

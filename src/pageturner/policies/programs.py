@@ -26,8 +26,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from pageturner.request import Request, SessionHint
-from pageturner.scheduler.listener import Listener
+from pageturner.request import BACKGROUND, Request, SessionHint
 from pageturner.scheduler.types import Sequence
 
 GRAIN = 32  # tokens
@@ -47,17 +46,11 @@ class _Turn:
 
 
 class Programs:
-    """The program of each request. keeps: whether the KV of those without a session is
-    kept."""
+    """The program of each request."""
 
     def __init__(self) -> None:
-        self.keeps = False
         self._turns: dict[int, _Turn] = {}
         self._ends: dict[tuple[str, str, int], str] = {}  # (tenant, salt, hash) -> program
-
-    @property
-    def listener(self) -> Listener:
-        return Listener(ended=self._ended)
 
     def name_of(self, seq: Sequence) -> str:
         """Return the name of its program."""
@@ -66,7 +59,7 @@ class Programs:
     def hint_of(self, seq: Sequence) -> SessionHint | None:
         """Return what is said of its KV: by itself, or that its program goes on."""
         request = seq.request
-        if request.session or not self.keeps or not self._turn(seq).known:
+        if request.session or request.priority == BACKGROUND or not self._turn(seq).known:
             return request.session
         return SessionHint(self.name_of(seq), request.tenant, keep=FOREVER)
 
@@ -91,7 +84,8 @@ class Programs:
             hashes[-1],
         )
 
-    def _ended(self, seq: Sequence, finish: str | None) -> None:
+    def ended(self, seq: Sequence, finish: str | None) -> None:
+        """Remember how to find its program, however it ended."""
         turn = self._turns.pop(seq.request.id, None)
         if turn is None or seq.request.session:
             return

@@ -11,7 +11,7 @@ from pageturner.policies.background import BackgroundWork
 from pageturner.policies.backlog import backlog
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.beam_search import BeamSearch
-from pageturner.policies.kept_sessions import KeptSessions
+from pageturner.policies.kept_sessions import OWN_HINT, KeptSessions
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
@@ -89,17 +89,19 @@ class _Plugs:
     rules: PolicyStack
     predictor: LengthPredictor
     step_times: StepTimeModel
-    programs: Programs
+    sessions: KeptSessions
     starts: SessionStarts
 
     def policy(self, config: SchedulerConfig) -> Policy:
         return self.rules.wrap_policy(POLICIES[config.policy](config, self.step_times))
 
     def order(self, config: SchedulerConfig) -> Order:
-        by_program = config.order == "programs"
-        self.programs.keeps = self.starts.idle_joins = by_program
+        programs = Programs()
+        self.starts.idle_joins = config.order == "programs"
         self.starts.wait = config.session_wait
-        if by_program:
+        self.sessions.hint_of = OWN_HINT
+        if self.starts.idle_joins:
+            self.sessions.hint_of = programs.hint_of
             self.starts.wait = min(config.session_wait, config.ageing)
         context = Context(
             ageing=config.ageing,
@@ -107,7 +109,7 @@ class _Plugs:
             cached=self.pool.attachable,
             predictor=self.predictor,
             step_times=self.step_times,
-            program=self.programs.name_of,
+            programs=programs,
         )
         return self.background.wrap_order(ORDERS[config.order](context))
 
@@ -168,13 +170,12 @@ def make_scheduler(
     )
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
-    background, programs = BackgroundWork(), Programs()
-    sessions = KeptSessions(pool, config, programs.hint_of)
+    background, sessions = BackgroundWork(), KeptSessions(pool, config)
     if states:
         Snapshots(pool, config.snapshot_interval).keep_for(sessions.claims, sessions.give_up)
     starts = SessionStarts(sessions)
     rules = PolicyStack(starts, background, pricing)
-    plugs = _Plugs(pool, background, rules, predictor, step_times, programs, starts)
+    plugs = _Plugs(pool, background, rules, predictor, step_times, sessions, starts)
 
     def kv_stats() -> dict[str, float]:
         """Return what all owners hold, and what servers without pages would reserve for those that
@@ -207,7 +208,6 @@ def make_scheduler(
             counters.listener,
             pricing.listener,
             background.listener,
-            programs.listener,
             *listeners,
             sessions.listener,  # last: a request that another one refuses opens no session
         ),
