@@ -41,7 +41,17 @@ POLICIES = (
     "window",
     "static",
 )
-ORDERS = ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix", "programs", "uniboost")
+ORDERS = (
+    "fcfs",
+    "priority",
+    "sjf",
+    "deadline",
+    "adaptive",
+    "fair",
+    "prefix",
+    "programs",
+    "uniboost",
+)
 NEVER_PREEMPTING = ("orca", "window", "static")
 BUDGETS = (16, 64, 512, 0)
 BLOCKS = (1, 16, 64)
