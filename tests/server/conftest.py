@@ -77,15 +77,20 @@ class Server:
     def engine_pid(self) -> int:
         return int(self.notes("start")[-1]["pid"])
 
-    def kill_when_held(self, requests: int, tokens: int = 10, sign: int = signal.SIGKILL) -> None:
-        """Let no answer get more tokens, and kill the engine when all of so many stand there."""
-        hold = self.notes_path.with_name(f"{self.notes_path.name}.hold")
-        hold.write_text(f"{tokens}")
+    def hold(self, tokens: int) -> None:
+        """Let no answer get more tokens than so many; 0: let all go on. To be called before the
+        answers are asked for: on a busy machine they could else end first."""
+        path = self.notes_path.with_name(f"{self.notes_path.name}.hold")
+        path.write_text(f"{tokens}") if tokens else path.unlink()
+        self.held = tokens
+
+    def kill_when_held(self, requests: int, then: int = 0, sign: int = signal.SIGKILL) -> None:
+        """Kill the engine when so many answers stand where they are held, then hold at `then`."""
         pid = self.engine_pid()
-        wanted = {"pid": pid, "held": tokens, "requests": requests}
+        wanted = {"pid": pid, "held": self.held, "requests": requests}
         self.until(lambda: wanted in self.notes("held"))
         os.kill(pid, sign)
-        hold.unlink()
+        self.hold(then)
 
     def metric(self, name: str) -> float:
         """The value of a metric, summed over its labels."""

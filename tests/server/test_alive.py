@@ -42,10 +42,11 @@ def in_threads(server: Server, prompts: list[str], **fields: Any) -> Iterator[li
 def test_kill_with_16_open_streams(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0.005")
     prompts = [f"story {i}" for i in range(16)]
+    server.hold(10)
     run = in_threads(server, prompts, max_tokens=200)
     next(run)
-    for round in range(3):
-        server.kill_when_held(16, 10 * (round + 1))
+    for round, then in enumerate((20, 30, 0)):
+        server.kill_when_held(16, then)
         server.until(lambda round=round: len(server.notes("start")) == round + 2)
     assert next(run) == [answer(prompt, 200) for prompt in prompts]
     resumed = [note for note in server.notes("submit") if note["resume"] > 0]
@@ -61,6 +62,7 @@ def test_kill_with_16_open_streams(start: Start) -> None:
 def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: Start) -> None:
     server = start("--engine-timeout", "2", FAKE_STEP_SECONDS="0.005")
     prompts = [f"tale {i}" for i in range(16)]
+    server.hold(10)
     run = in_threads(server, prompts, max_tokens=150)
     next(run)
     server.kill_when_held(16, sign=signal.SIGSTOP)

@@ -330,9 +330,10 @@ def test_streams_with_calls_outlive_their_engine(start: Callable[..., Server]) -
         return streamed(server, name, forced(text))
 
     jobs = list(SHAPES) * 3
+    server.hold(100)
     with ThreadPoolExecutor(len(jobs)) as pool:
         answers = [pool.submit(one, name) for name in jobs]
-        server.kill_when_held(len(jobs), 100)
+        server.kill_when_held(len(jobs))
         for answer in answers:
             assert answer.result(60)[0] == [thoughts, *expected]
     assert server.metric("pageturner:engine_restarts_total") == 1

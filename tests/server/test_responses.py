@@ -304,6 +304,7 @@ def test_it_is_deleted_while_it_goes_on(server: Server) -> None:
 def test_answers_outlive_the_engine(start: Callable[..., Server]) -> None:
     server = start()
     kept = ask(server).json()
+    server.hold(10)
     told = ask(server, background=True, max_output_tokens=90).json()
     server.kill_when_held(1)
     path = f"{PATH}/{told['id']}"

@@ -148,6 +148,7 @@ def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]
             if not stream:
                 said = SHAPES[name].whole(json.loads(undisturbed[number]))
                 assert said == expected(f"story {number}", 120)
+        server.hold(10)
         texts = [pool.submit(one, number) for number in range(len(jobs))]
         server.kill_when_held(len(jobs))
         assert [text.result(60) for text in texts] == undisturbed
