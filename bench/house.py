@@ -49,7 +49,7 @@ BUDGETS = {
     "ipc": 2_350,
     "engine": 16_300,
     "executor": 16_500,
-    "kv": 16_450,
+    "kv": 16_600,
     "parallel": 3_200,
     "models": 54_500,
     "kernels": 107_250,
@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 92_450,
     "cli": 14_600,
 }
-WHOLE = {"src/pageturner": 613_350, "bench": 210_100, "tests": 695_900}  # tokens
+WHOLE = {"src/pageturner": 613_450, "bench": 210_100, "tests": 696_350}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

@@ -27,6 +27,7 @@ from pageturner.kv.kv_block_file import PAGE, RECORD, BlockFile, Read
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
 from support.engines import GOLDENS, run
+from support.kv_files import BlockFileBytes, flip_all
 from support.schedulers import check
 
 pytestmark = pytest.mark.skipif(
@@ -198,32 +199,6 @@ def test_a_flipped_bit_is_found_and_computed_again(tmp_path: Path, where: str) -
         assert run(built.engine, [Request(3, prompt, PARAMS)])[3] == want[1]
         assert built.engine.stats()["cached_tokens"] >= len(prompt) - SIZE
         built.engine.close()
-
-
-def flip_all(path: Path) -> None:
-    """One bit in the bytes of each block, not in the directory."""
-    with BlockFileBytes(path) as (data, slots):
-        for start in slots:
-            data[start + 7] ^= 16
-
-
-class BlockFileBytes:
-    """The bytes of a file, and where its slots begin."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> tuple[bytearray, list[int]]:
-        self._data = bytearray(self._path.read_bytes())
-        nbytes, slots = kv_block_file.HEAD.unpack(self._data[: kv_block_file.HEAD.size])[2:]
-        start = PAGE + -(-slots * RECORD.itemsize // PAGE) * PAGE
-        stride = -(-nbytes // PAGE) * PAGE
-        return self._data, [
-            at for at in range(start, len(self._data), stride) if at + nbytes <= len(self._data)
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        self._path.write_bytes(self._data)
 
 
 # -- the file by itself --------------------------------------------------------------------------------------

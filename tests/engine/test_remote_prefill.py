@@ -113,6 +113,21 @@ def test_the_prompt_comes_from_elsewhere_and_no_token_changes(of: dict[str, Any]
         assert sent["kv_sent_bytes"] == stats["kv_received_bytes"] > 0
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite_h"])
+def test_a_recurrent_state_comes_behind_the_blocks(name: str) -> None:
+    """The last one that the other engine kept; the few tokens behind it are computed here."""
+    prompt = tuple(3 + n % 290 for n in range(300))
+    given = {"model": str(GOLDENS / "families" / name), "kv_cache_memory": 4 << 20}
+    want = run(engine(**given), prompt)
+    with helper(**given) as other:
+        here = asking(port_of(other), **given)
+        assert run(here, prompt) == want
+        stats = here.engine.stats()
+        assert stats["kv_received_blocks"] == 299 // 4 + 1
+        assert stats["cached_tokens"] == 288
+        assert fallbacks(here) == {}
+
+
 def test_blocks_come_while_the_prompt_is_computed() -> None:
     other = engine(role="prefill", prefill_listen="127.0.0.1:0")
     here = asking(port_of(other))

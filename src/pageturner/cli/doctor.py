@@ -31,7 +31,6 @@ from pageturner.formats.hf_config import read_json
 from pageturner.kernels import peak
 from pageturner.kernels.base import KVSpec
 from pageturner.kernels.cpu import native_module
-from pageturner.kv.kv_connectors import check_model
 from pageturner.models.load import check_memory, open_model, what_becomes, with_mtp
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
@@ -337,7 +336,6 @@ def _kv(
         raise EngineFault("bad_setting", message)
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
     storage = spec.recurrent_spec(one.dtype)
-    check_model(config, storage is not None)
     form = KVForm(one, windowed, spec.window, beside, storage)
     sizes = plan_kv(form, config, length, free)
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes

@@ -46,7 +46,7 @@ from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.peak import quick_peak
-from pageturner.kv.kv_connectors import KVConnectors, check_model, wants_tiers
+from pageturner.kv.kv_connectors import KVConnectors, wants_tiers
 from pageturner.kv.kv_survival import SurvivingKV
 from pageturner.kv.kv_transfer import KVStorage
 from pageturner.models.decoder import Decoder
@@ -134,9 +134,6 @@ def make_engine(
         return _build_fake(config, connectors)
     phases = Phases(on_phase)
     model = phases.run("find", lambda: hub.resolve(config.model))
-    if wants_tiers(config):  # what these do not go with is refused before anything is loaded
-        spec = open_model(model.path, config.load_format, config.load_seed).spec
-        check_model(config, spec.linear is not None)
     chosen = phases.run("device", lambda: _device(config, model))
     ranks = tensor_parallel.processes_of(config, chosen.ops)
     ops = phases.run(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -19,12 +20,11 @@ from pageturner import memory
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import state_share
-from pageturner.kv.host_states import HostStates
 from pageturner.kv.kv_block_file import BlockFile
 from pageturner.kv.kv_events import KVEvents
 from pageturner.kv.kv_link import LEAST_KEY, LinkEnd, LinkIdentity
 from pageturner.kv.kv_tiers import KVTiers
-from pageturner.kv.kv_transfer import KVStorage, KVTransfer
+from pageturner.kv.kv_transfer import KVStorage, KVTransfer, StateTransfer, Transfer
 from pageturner.kv.prefill_server import PrefillServer, Submits
 from pageturner.kv.remote_prefill import CAUSES, RemotePrefill
 from pageturner.request import Request
@@ -47,6 +47,23 @@ class KVWait(Protocol):
     def result(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class KVWaits:
+    """Several that one request waits for."""
+
+    parts: list[KVWait]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def cancel(self) -> bool:
+        cancelled = [part.cancel() for part in self.parts]
+        return all(cancelled)
+
+    def result(self) -> None:
+        """Whatever came of them, the request can run."""
+
+
 class KVConnectors:
     """All connectors of one engine: `listeners` are told of its steps, `attach` comes when its pool
     is there."""
@@ -56,7 +73,7 @@ class KVConnectors:
         check(config)
         self._key = prefill_key(config)
         self.tiers: KVTiers | None = None
-        self.states: HostStates | None = None
+        self.state_tiers: KVTiers | None = None
         self.remote_prefill: RemotePrefill | None = None
         self.prefill_server: PrefillServer | None = None
         self._events = KVEvents.of(config) if config.kv_events else None
@@ -91,29 +108,33 @@ class KVConnectors:
 
     def ticket(self, request: Request) -> KVWait | None:
         """Return the KV that a request should wait for; None: nothing."""
-        from_tiers = self.tiers.ticket(request) if self.tiers else None
-        if from_tiers is not None or self.remote_prefill is None:
-            return from_tiers
-        return self.remote_prefill.ticket(request)
+        asked = [tiers.ticket(request) for tiers in self._both]
+        if waits := [wait for wait in asked if wait is not None]:
+            return KVWaits([*waits])
+        return self.remote_prefill.ticket(request) if self.remote_prefill else None
 
     def forget(self, others: Callable[[], None]) -> None:
         """Find nothing again that is only kept because somebody might. others: has the device
         forget it."""
-        for tier in (self.states, self.tiers):
-            if tier is not None:
-                others = partial(tier.forget, others)
+        for tiers in self._both:
+            others = partial(tiers.forget, others)
         others()
 
     def close(self) -> None:
         """Leave the file to others, and the port."""
-        if self.tiers is not None:
-            self.tiers.close()
+        for tiers in self._both:
+            tiers.close()
         if self.prefill_server is not None:
             self.prefill_server.close()
 
+    @property
+    def _both(self) -> list[KVTiers]:
+        return [tiers for tiers in (self.state_tiers, self.tiers) if tiers is not None]
+
     def _stats(self) -> dict[str, float]:
-        figures = self.tiers.stats() if self.tiers else {}
-        figures |= self.states.stats() if self.states else {}
+        figures: dict[str, float] = {}
+        for tiers in self._both:
+            figures |= tiers.stats()
         if self.prefill_server is not None:
             figures |= {name: float(self.prefill_server.counts[name]) for name in SENT}
         if self.remote_prefill is not None:
@@ -124,44 +145,50 @@ class KVConnectors:
         """Go behind the hooks of the pool. model: as in its keys; vocab: token ids are below it."""
         if storage is not None and wants_tiers(self._config):
             transfer = KVTransfer(storage, pool, model)
-            host, file = self._config.kv_host_memory, self._file(storage, transfer.nbytes, model)
+            transfers: list[Transfer] = [transfer]
+            share = 0.0
             if storage.states is not None:
-                part = state_share(storage.states.shape[1], transfer.nbytes, pool.block_size)
-                self.states = HostStates(pool.states, storage.states, int(host * part))
-                host -= int(host * part)
-            if host or file is not None:
-                self.tiers = KVTiers(transfer, host, file)
-            self._attach_prefill(transfer, vocab)
+                states = StateTransfer(storage.states, pool, model)
+                transfers.append(states)
+                share = state_share(states.nbytes, transfer.nbytes, pool.block_size)
+                self.state_tiers = self._tiers(states, share, states.form, suffix=".states")
+            self.tiers = self._tiers(transfer, 1.0 - share, storage.spec)
+            self._attach_prefill(transfers, vocab)
         if self._events is not None:
             self._events.attach(pool)
 
-    def _attach_prefill(self, transfer: KVTransfer, vocab: int) -> None:
-        config = self._config
-        weights, _, build = transfer.model.partition("-")
-        form = f"{transfer.nbytes} bytes, {transfer.layers} layers"
-        end = LinkEnd(self._key, LinkIdentity(weights, build, form, transfer.pool.block_size))
+    def _attach_prefill(self, transfers: Sequence[Transfer], vocab: int) -> None:
+        config, pool = self._config, transfers[0].pool
+        weights, _, build = transfers[0].model.partition("-")
+        form = ", ".join(transfer.form for transfer in transfers)
+        end = LinkEnd(self._key, LinkIdentity(weights, build, form, pool.block_size))
         if config.prefill_from:
             addresses = [
                 address_of(one, "--prefill-from") for one in config.prefill_from.split(",")
             ]
             least, seconds = config.prefill_tokens, config.prefill_timeout
-            self.remote_prefill = RemotePrefill(addresses, end, transfer, least, seconds)
+            self.remote_prefill = RemotePrefill(addresses, end, transfers, least, seconds)
         if config.prefill_listen:
             address = address_of(config.prefill_listen, "--prefill-listen")
-            self.prefill_server = PrefillServer(address, end, transfer, vocab)
+            self.prefill_server = PrefillServer(address, end, transfers, vocab)
 
-    def _file(self, storage: KVStorage, nbytes: int, model: str) -> BlockFile | None:
-        config = self._config
-        if not config.kv_file:
-            return None
-        identity = hashlib.blake2b(repr((model, storage.spec)).encode(), digest_size=32).digest()
-        try:
-            return BlockFile(config.kv_file, config.kv_file_size, identity, nbytes)
-        except EngineFault as fault:
-            warnings.warn(
-                f"{fault.message}; serving goes on without it", RuntimeWarning, stacklevel=2
-            )
-            return None
+    def _tiers(
+        self, transfer: Transfer, share: float, form: object, suffix: str = ""
+    ) -> KVTiers | None:
+        """Tiers with such a share of the memory and of a file. form: all that the bytes of a block
+        depend on, beside the model."""
+        config, file = self._config, None
+        if config.kv_file:
+            named = repr((transfer.model, form)).encode()
+            identity = hashlib.blake2b(named, digest_size=32).digest()
+            size = int(config.kv_file_size * share)
+            try:
+                file = BlockFile(config.kv_file + suffix, size, identity, transfer.nbytes)
+            except EngineFault as fault:
+                message = f"{fault.message}; serving goes on without it"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
+        host = int(config.kv_host_memory * share)
+        return KVTiers(transfer, host, file) if host or file is not None else None
 
 
 SENT = (
@@ -217,14 +244,6 @@ def prefill_key(config: EngineConfig) -> bytes:
             "prefill_key", f"{message} {KEY_VARIABLE} in the environment of both engines"
         )
     return key
-
-
-def check_model(config: EngineConfig, recurrent: bool) -> None:
-    """EngineFault for settings that do not go with a model. recurrent: some of its layers are."""
-    if recurrent and (config.kv_file or config.prefill_listen or config.prefill_from):
-        flags = "--kv-file, --prefill-listen and --prefill-from"
-        message = f"{flags} do not go with recurrent layers yet: leave them out"
-        raise EngineFault("bad_setting", message)
 
 
 def check(config: EngineConfig) -> None:

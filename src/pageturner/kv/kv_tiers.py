@@ -1,5 +1,5 @@
-"""Slower memory for KV: blocks that leave the device go down to host memory and a file, and come up
-again.
+"""Slower memory for KV and recurrent states: blocks that leave the device go down to host memory
+and a file, and come up again.
 
 Owns what goes down and when, what comes up, and the threads that use the disk. All else happens in
 the thread that steps, which copies memory and never waits for a disk:
@@ -11,6 +11,9 @@ the thread that steps, which copies memory and never waits for a disk:
                file if the system has it in memory (its page cache)
     submitted  a request whose blocks lie in the file waits in the anteroom while a thread reads
                them, so that the system has them in memory. It waits for PATIENCE seconds at most
+
+A state is as large as many blocks, and most are passed by their sequences soon: so states go down
+when they are evicted, and of a request's states the last one alone is read.
 
 Whatever goes wrong costs the block, which is computed again, and is counted; a file that cannot be
 written is left alone for a while. Must not know the scheduler, the layout of the file or what is in
@@ -35,7 +38,7 @@ import numpy as np
 
 from pageturner import logs
 from pageturner.kv.kv_block_file import BlockFile, Bytes, Read, sum_of
-from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer
+from pageturner.kv.kv_transfer import Transfer
 from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.request import Request
 from pageturner.scheduler.listener import StepReport
@@ -129,14 +132,14 @@ class KVTicket:
 
 
 class KVTiers:
-    """The tiers of one engine, behind the hooks of its store.
+    """The tiers of one store, behind its hooks.
 
     host       bytes of host memory, 0 for none
     file       where there is one
     """
 
-    def __init__(self, transfer: KVTransfer, host: int, file: BlockFile | None) -> None:
-        self._store, self._transfer = transfer.pool.full, transfer
+    def __init__(self, transfer: Transfer, host: int, file: BlockFile | None) -> None:
+        self._store, self._transfer = transfer.store, transfer
         nbytes = transfer.nbytes
         self.host = HostMemory(host // nbytes, nbytes)
         self.file = file
@@ -169,7 +172,7 @@ class KVTiers:
 
     # -- down --------------------------------------------------------------------------------------
     def _published(self, key: bytes, block: int) -> None:
-        if self.file is not None:
+        if self.file is not None and self._transfer.chained:
             self._new_blocks[key] = block
 
     def committed(self, report: StepReport) -> None:
@@ -183,11 +186,11 @@ class KVTiers:
 
     def _evict(self, key: bytes, block: int) -> None:
         self._new_blocks.pop(key, None)
-        if self._forgetting:
+        if self._forgetting or self._store.useless:
             return
         if self.host.most:
             self.host.put(key, partial(self._transfer.read, block), self._leave_host)
-            self.counts["kv_host_stored"] += 1
+            self.counts["host_stored"] += 1
         else:
             self._stage(key, partial(self._transfer.read, block))
 
@@ -207,7 +210,7 @@ class KVTiers:
                 raise queue.Empty
             place = self._places.get_nowait()
         except queue.Empty:
-            self.counts["kv_file_skipped"] += 1
+            self.counts["file_skipped"] += 1
             return False
         read(self._staging[place])
         self._on_way[key] = place
@@ -234,7 +237,7 @@ class KVTiers:
                     self._bad.discard(key)
                 elif age == self._age:
                     file.write(key, self._staging[place])
-                    self.counts["kv_file_stored"] += 1
+                    self.counts["file_stored"] += 1
             except OSError as error:
                 self._failed(
                     f"cannot write ({error.strerror}): it is left alone for {PAUSE:.0f} s at a time"
@@ -245,7 +248,7 @@ class KVTiers:
                     self._places.put(place)
 
     def _failed(self, why: str) -> None:
-        self.counts["kv_file_errors"] += 1
+        self.counts["file_errors"] += 1
         if not self._paused_until and self.file is not None:
             logs.say(f"--kv-file {self.file.path}: {why}; nothing is lost", "warning")
         self._paused_until = time.monotonic() + PAUSE
@@ -258,7 +261,7 @@ class KVTiers:
             found = self._from_file(key)
         if found is None:
             found = self._from_staging(key)
-        self.counts["kv_tier_misses"] += found is None
+        self.counts["tier_misses"] += found is None
         return found
 
     def _below(self, key: bytes) -> bool:
@@ -268,7 +271,7 @@ class KVTiers:
         if not self._store.available:
             return None
         with self.host.taken(key) as data:
-            return None if data is None else self._bring_up(key, data, "kv_host_hits")
+            return None if data is None else self._bring_up(key, data, "host_hits")
 
     def _from_file(self, key: bytes) -> int | None:
         file = self.file
@@ -277,10 +280,10 @@ class KVTiers:
         read = file.read(key, self._scratch, wait=file.waits and key in self._warm)
         if read is Read.BAD:
             self._strike(key)
-        self.counts["kv_file_late"] += read is Read.WAIT
+        self.counts["file_late"] += read is Read.WAIT
         if read is not Read.HIT:
             return None
-        return self._bring_up(key, self._scratch, "kv_file_hits")
+        return self._bring_up(key, self._scratch, "file_hits")
 
     def _from_staging(self, key: bytes) -> int | None:
         """Bring up a block that is on its way to the file, or just there: its place is nobody
@@ -289,7 +292,7 @@ class KVTiers:
         if place is None:
             return None
         self._scratch[:] = self._staging[place]
-        return self._bring_up(key, self._scratch, "kv_file_hits")
+        return self._bring_up(key, self._scratch, "file_hits")
 
     def _bring_up(self, key: bytes, data: Bytes, hits: str) -> int | None:
         found = self._transfer.place(key, data)
@@ -300,7 +303,7 @@ class KVTiers:
         """A block that is not what was written: nobody is to find it again."""
         if key not in self._bad:
             self._bad.add(key)
-            self.counts["kv_file_errors"] += 1
+            self.counts["file_errors"] += 1
             self._down.put((key, -1, 0))
 
     def ticket(self, request: Request) -> KVTicket | None:
@@ -309,13 +312,18 @@ class KVTiers:
         file = self.file
         if file is None or self._loaders is None or not file.count:
             return None
-        wanted, index = [], self._store.index
+        chained = self._transfer.chained
+        wanted: list[bytes] = []
         for key in self._transfer.request_keys(request):
-            if key in index or key in self.host or key in self._on_way:
+            here = key in self._store.index or key in self.host or key in self._on_way
+            if not here and (key not in file or key in self._bad):
+                if chained:
+                    break
                 continue
-            if key not in file or key in self._bad:
-                break
-            wanted.append(key)
+            if not chained:
+                wanted.clear()
+            if not here:
+                wanted.append(key)
         if not wanted:
             return None
         until = time.monotonic() + PATIENCE
@@ -340,15 +348,6 @@ class KVTiers:
             self._warm.popitem(last=False)
 
     # -- the rest ----------------------------------------------------------------------------------
-    def adopt(self, block: KVBlock) -> int | None:
-        """Take in a block that another engine sent: None where there is no room now. BadBlock,
-        counted."""
-        try:
-            return self._transfer.adopt(block)
-        except BadBlock:
-            self.counts["kv_adopt_errors"] += 1
-            raise
-
     def forget(self, others: Callable[[], None]) -> None:
         """Find nothing again that is only kept because somebody might. others: has the device
         forget it."""
@@ -367,18 +366,16 @@ class KVTiers:
 
     def stats(self) -> dict[str, float]:
         """Return by tier the blocks and bytes that are there, found, stored, lost; errors.
-        kv_file_state: 0 none, 1 it is read, 2 it is written too."""
-        nbytes, file = self._transfer.nbytes, self.file
-        state = 0 if file is None else 1 + file.writes
-        figures = {name: float(self.counts[name]) for name in COUNTED}
-        figures |= {
-            "kv_host_blocks": float(len(self.host)),
-            "kv_host_bytes": float(len(self.host) * nbytes),
-            "kv_host_errors": float(self.host.errors),
-        }
-        blocks = file.count if file is not None else 0
-        figures |= {"kv_file_blocks": float(blocks), "kv_file_bytes": float(blocks * nbytes)}
-        return figures | {"kv_file_state": float(state), "kv_block_bytes": float(nbytes)}
+        file_state: 0 none, 1 it is read, 2 it is written too."""
+        file, figures = self.file, {name: float(self.counts[name]) for name in COUNTED}
+        figures["host_errors"] = float(self.host.errors)
+        figures["file_state"] = 0.0 if file is None else 1.0 + file.writes
+        figures["block_bytes"] = float(self._transfer.nbytes)
+        there = {"host": len(self.host), "file": file.count if file is not None else 0}
+        for tier, blocks in there.items():
+            figures[f"{tier}_blocks"] = float(blocks)
+            figures[f"{tier}_bytes"] = float(blocks * self._transfer.nbytes)
+        return {f"{self._transfer.name}_{name}": figure for name, figure in figures.items()}
 
     def close(self) -> None:
         """Write what is in memory alone, for FLUSH seconds at most, and leave the file to
@@ -398,8 +395,15 @@ class KVTiers:
 
     def _flush(self, until: float) -> None:
         """Device and host memory, as far as the time goes; what is oldest comes last."""
+        keys = self._store.keys
+        blocks = [
+            *self._store.cached,
+            *set(self._store.index.values()).difference(self._store.cached),
+        ]
         on_device = [
-            (key, partial(self._transfer.read, block)) for key, block in self._store.index.items()
+            (key, partial(self._transfer.read, block))
+            for block in reversed(blocks)
+            if (key := keys[block]) is not None
         ]
         on_host = [(key, partial(_copy, row)) for key, row in self.host.newest()]
         for key, read in (*on_device, *on_host):
@@ -410,15 +414,14 @@ class KVTiers:
 
 
 COUNTED = (
-    "kv_host_hits",
-    "kv_host_stored",
-    "kv_file_hits",
-    "kv_file_stored",
-    "kv_file_errors",
-    "kv_file_late",
-    "kv_file_skipped",
-    "kv_tier_misses",
-    "kv_adopt_errors",
+    "host_hits",
+    "host_stored",
+    "file_hits",
+    "file_stored",
+    "file_errors",
+    "file_late",
+    "file_skipped",
+    "tier_misses",
 )
 
 

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,10 +34,10 @@ from pageturner.kv.kv_link import (
     LinkEnd,
     LinkError,
 )
-from pageturner.kv.kv_transfer import KVBlock, KVTransfer
+from pageturner.kv.kv_transfer import KVBlock, Transfer
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
-from pageturner.scheduler.types import Sequence
+from pageturner.scheduler import types
 
 MAX_LINKS = 32  # at once; who comes then is turned away
 MAX_TOKENS = 1 << 20  # of a prompt
@@ -63,13 +63,15 @@ class Submits(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Guest:
-    """A prompt on its way. out: blocks for its link, None behind the last; gone: its link has
+    """A prompt on its way. keys: of its blocks; states: of recurrent states, of which the last that
+    is there goes behind them. out: blocks for its link, None behind the last; gone: its link has
     ended."""
 
     tokens: tuple[int, ...]
     salt: str
     skip: int
     keys: list[bytes] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
     sent: int = 0
     ended: bool = False
     refused: str = ""
@@ -78,21 +80,23 @@ class Guest:
 
 
 class PrefillServer:
-    """The prefill server of one engine. address: (host, port); vocab: token ids are below it."""
+    """The prefill server of one engine. address: (host, port); transfers: of KV, and of states where
+    there are some; vocab: token ids are below it."""
 
     def __init__(
         self,
         address: tuple[str, int],
         end: LinkEnd,
-        transfer: KVTransfer,
+        transfers: Sequence[Transfer],
         vocab: int,
     ) -> None:
-        self._end, self._transfer, self._vocab = end, transfer, vocab
+        self._end, self._vocab = end, vocab
+        self._transfer, *self._states = transfers
         self.counts: Counter[str] = Counter()
         self._asked: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._guests: dict[int, Guest] = {}
         self._next_id = FIRST_ID
-        self._ahead = max(2, OUT_BYTES // transfer.nbytes)
+        self._ahead = max(2, OUT_BYTES // self._transfer.nbytes)
         self._free = threading.Semaphore(MAX_LINKS)
         self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -113,7 +117,7 @@ class PrefillServer:
     def busy(self) -> bool:
         return bool(self._guests) or not self._asked.empty()
 
-    def ended(self, sequence: Sequence, finish: str | None) -> None:
+    def ended(self, sequence: types.Sequence, finish: str | None) -> None:
         """Note that the sequence of a guest has ended."""
         guest = self._guests.get(sequence.request.id)
         if guest is not None:
@@ -137,6 +141,7 @@ class PrefillServer:
         id, self._next_id = self._next_id, self._next_id + 1
         request = Request(id, guest.tokens, PARAMS, arrival=engine.clock(), salt=guest.salt)
         guest.keys = list(self._transfer.request_keys(request))[guest.skip :]
+        guest.states = [key for one in self._states for key in one.request_keys(request)]
         self._guests[id] = guest
         self.counts["prefill_guests"] += 1
         for event in engine.submit(request):
@@ -151,7 +156,13 @@ class PrefillServer:
                 return guest.ended  # it comes, or it is lost already
             guest.out.put(block)
             guest.sent += 1
-        return guest.sent == len(guest.keys)
+        if guest.sent < len(guest.keys) or (guest.states and not guest.ended):
+            return False
+        for states in self._states:
+            there = [key for key in guest.states if key in states.store.index]
+            if there and (state := states.export(there[-1])) is not None:
+                guest.out.put(state)
+        return True
 
     def close(self) -> None:
         self._closing = True

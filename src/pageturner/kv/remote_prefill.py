@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkEnd, LinkError
-from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, known_tokens
+from pageturner.kv.kv_transfer import BadBlock, KVBlock, Transfer, known_tokens
 from pageturner.kv.prefill_server import ASKED, MAX_TOKENS, SUM
 from pageturner.request import Request
 
@@ -45,9 +45,10 @@ class PrefillEngine:
 @dataclass(slots=True, eq=False)
 class PrefillTicket:
     """A request whose prompt is computed elsewhere: what the anteroom asks of a future. keys: of
-    the blocks that are to come, in order."""
+    the blocks that are to come, in order; states: of recurrent states, of which one may follow."""
 
     keys: list[bytes]
+    states: list[bytes]
     take: Callable[[PrefillTicket, KVBlock], bool]
     arrived: queue.Queue[KVBlock]
     taken: int = 0
@@ -81,21 +82,23 @@ class PrefillTicket:
 class RemotePrefill:
     """The client of remote prefill in one engine.
 
-    least    tokens that are not cached, from which on another engine is asked
-    seconds  without a block after which it is late
+    transfers  of KV, and of states where there are some
+    least      tokens that are not cached, from which on another engine is asked
+    seconds    without a block after which it is late
     """
 
     def __init__(
         self,
         addresses: list[tuple[str, int]],
         end: LinkEnd,
-        transfer: KVTransfer,
+        transfers: Sequence[Transfer],
         least: int,
         seconds: float,
     ) -> None:
         self._engines = [PrefillEngine(address) for address in addresses]
-        self._end, self._transfer, self._least, self._seconds = end, transfer, least, seconds
-        self._room = max(2, IN_BYTES // transfer.nbytes)
+        self._end, self._least, self._seconds = end, least, seconds
+        self._transfer, *self._states = transfers
+        self._room = max(2, IN_BYTES // self._transfer.nbytes)
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # of the counts, which threads of links change too
 
@@ -115,7 +118,8 @@ class RemotePrefill:
             return None
         content = ASKED.pack(skip, len(salt := request.salt.encode())) + salt
         content += np.array(tokens[: len(keys) * size + 1], "<i4").tobytes()
-        ticket = PrefillTicket(keys[skip:], self._take, queue.Queue(self._room))
+        states = [key for one in self._states for key in one.request_keys(request)]
+        ticket = PrefillTicket(keys[skip:], states, self._take, queue.Queue(self._room))
         with self._lock:
             engine.open += 1
         self.counts["prefill_asked"] += 1
@@ -141,14 +145,13 @@ class RemotePrefill:
 
     def _take(self, ticket: PrefillTicket, block: KVBlock) -> bool:
         """Make a block findable. False: no further one is wanted."""
-        cause = ""
-        if ticket.taken >= len(ticket.keys) or block.key != ticket.keys[ticket.taken]:
-            cause = "wrong"
-        else:
-            try:
-                cause = "no_room" if self._transfer.adopt(block) is None else ""
-            except BadBlock:
-                cause = "wrong"
+        cause = "wrong"
+        wanted, transfers = ticket.keys[ticket.taken : ticket.taken + 1], [self._transfer]
+        if not wanted:
+            wanted, transfers = ticket.states, self._states
+        if block.key in wanted:
+            with contextlib.suppress(BadBlock):
+                cause = "no_room" if transfers[0].adopt(block) is None else ""
         if cause:
             self._fell_back(cause)
             return False
@@ -191,20 +194,23 @@ class RemotePrefill:
             link = self._end.ask(sock, time.monotonic() + self._seconds)
             link.send(PREFILL, content, self._seconds)
             for _ in ticket.keys:
-                block = self._receive(link)
+                block = self._receive(link, self._transfer)
                 if block is None:
                     raise LinkError("broken", "it has lost blocks of the prompt")
                 self._put(ticket, block)
+            for states in self._states:
+                if (block := self._receive(link, states)) is not None:
+                    self._put(ticket, block)
 
-    def _receive(self, link: Link) -> KVBlock | None:
-        nbytes = self._transfer.nbytes
+    def _receive(self, link: Link, transfer: Transfer) -> KVBlock | None:
+        nbytes = transfer.nbytes
         kind, content = link.receive(SUM.size + nbytes, time.monotonic() + self._seconds)
         if kind == DONE:
             return None
         if kind != BLOCK or len(content) != SUM.size + nbytes:
             raise LinkError("refused", "it does not compute this prompt")
         key, checksum = SUM.unpack_from(content)
-        return self._transfer.block_of(key, np.frombuffer(content[SUM.size :], np.uint8), checksum)
+        return KVBlock(key, transfer.form, np.frombuffer(content[SUM.size :], np.uint8), checksum)
 
     def _put(self, ticket: PrefillTicket, block: KVBlock) -> None:
         """Wait for the thread that steps; the link fills up meanwhile, and its other end waits
