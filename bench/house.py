@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 92_450,
     "cli": 14_600,
 }
-WHOLE = {"src/pageturner": 613_450, "bench": 210_100, "tests": 696_350}  # tokens
+WHOLE = {"src/pageturner": 613_455, "bench": 210_100, "tests": 696_390}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

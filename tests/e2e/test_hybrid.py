@@ -146,15 +146,18 @@ def test_a_pinned_prefix_keeps_the_state_at_its_end(name: str, salt: str) -> Non
     assert answers(engine, [replace(asked, id=9)])[9] == alone[7]
 
 
-def test_a_salt_that_parts_from_a_pinned_prefix_takes_no_more_than_a_state_stands_behind() -> None:
-    prefix = tuple(range(3, 110))
+def test_a_salt_that_parts_from_a_pinned_prefix_finds_its_own_again() -> None:
+    prefix = tuple(range(3, 240))
     params = SamplingParams(max_tokens=9, logprobs=0)
-    asked = Request(7, (*prefix[:90], 5, 6), params, salt="tenant")
+    asked = Request(7, (*prefix[:200], 5, 6), params, salt="tenant")
     alone = answers(model("qwen3_5").engine(Setup(prefix_caching=False)), [asked])
     engine = model("qwen3_5").engine(Setup(max_num_seqs=3, snapshots=2))
     answers(engine, [Request(0, prefix, SamplingParams(max_tokens=1), pin=True)])
-    for id in (7, 8):  # the second finds the blocks that the first has computed for its tenant
+    stats, cached = engine.stack.scheduler.stats, []
+    for id in (7, 8):
         assert answers(engine, [replace(asked, id=id)])[id] == alone[7]
+        cached.append(stats()["cached_tokens"])
+    assert cached == [96, 96 + 192], "the last state of the pin before 200, then the tenant's own"
 
 
 def test_a_session_of_a_hybrid_model() -> None:

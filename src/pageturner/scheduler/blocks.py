@@ -195,10 +195,7 @@ class BlockPool:
             return [], 0
         size, limit = self.block_size, _attachable_at_most(seq)
         blocks = self._public_of(seq, limit) if seq.request.salt else []
-        public = len(blocks)
-        if self._sparse:
-            blocks = []  # of public ones, too, a state must stand behind the last
-        usable = run = len(blocks)  # run: the sliding blocks in a row that end here
+        public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
         for place in range(usable, limit // size):
             key = self._key(seq, place, public)
             block = self.full.index.get(key)
@@ -214,15 +211,18 @@ class BlockPool:
         return blocks, usable
 
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
-        """Return the public blocks that this sequence begins with."""
+        """Return the public blocks that this sequence begins with, as far as states stand."""
         blocks: list[int] = []
+        usable = 0
         count = max(0, limit // self.block_size) if self.public else 0
         for key in islice(self._public_keys(seq), count):
             block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break
             blocks.append(block)
-        return blocks
+            if not self._sparse or key in self.states.index:
+                usable = len(blocks)
+        return blocks[:usable]
 
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source
