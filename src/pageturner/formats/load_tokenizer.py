@@ -17,10 +17,9 @@ from pathlib import Path
 
 from pageturner import logs
 from pageturner.errors import EngineFault, naming
-from pageturner.formats.bpe import DEFAULT, PRE_TOKENIZERS, ByteLevel, RawBPE
+from pageturner.formats.bpe import DEFAULT, PRE_TOKENIZERS, TABLE, ByteLevel, RawBPE
 from pageturner.formats.generation_config import GenerationDefaults, read_generation
 from pageturner.formats.gguf import GGUFFile, open_gguf
-from pageturner.formats.hf_config import read_json
 from pageturner.formats.hf_tokenizer import load_folder
 from pageturner.formats.sentencepiece import CONTROL, HIDDEN, UNKNOWN, SentencePiece
 from pageturner.formats.tokenizer import Codec, Marks, Tokenizer
@@ -133,12 +132,12 @@ def _recognised(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> 
     """The pre-tokenizer of a file that names none, told as llama.cpp's converter tells them: by the
     tokens that a certain text has. That of llama.cpp, with a warning, where no text of ours has the
     tokens of a known model."""
-    known = read_json(Path(__file__).with_name("pre_tokenizers.json"))
-    merges, bos = file.array(_KEY + "merges").strings(), _id(file, "bos_token_id", len(tokens))
+    merges = file.array(_KEY + "merges").strings()
+    bos = _id(file, "bos_token_id", len(tokens))
     for pre in dict.fromkeys(PRE_TOKENIZERS.values()):
-        ids = ByteLevel(tokens, kinds, merges, pre).encode(known["text"], True)
+        ids = ByteLevel(tokens, kinds, merges, pre).encode(TABLE["text"], True)
         for row in (ids, [bos, *ids]):
-            name = known["names"].get(hashlib.sha256(str(row).encode()).hexdigest()[:16])
+            name = TABLE["names"].get(hashlib.sha256(str(row).encode()).hexdigest()[:16])
             if name and PRE_TOKENIZERS[name] == pre:
                 return str(name)
     message = "names no pre-tokenizer, and its vocabulary is none that is known: texts are split as"
