@@ -141,10 +141,8 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 
 def _iq4_xs(d: F32, high: NDArray[np.uint16], low: U8, q: U8) -> Fields:
-    shifts = np.arange(0, 16, 2, dtype=np.uint16)
-    above = (high[..., None] >> shifts & np.uint16(3)).astype(np.uint8)
-    below = np.stack([low & 0x0F, low >> 4], axis=-1).reshape(above.shape)
-    s = (below | above << np.uint8(4)).astype(np.float32) - np.float32(32)
+    above = ggml_grids.numbers(high[..., None], 2, 8) << np.uint16(4)
+    s = (ggml_grids.numbers(low, 4, 2) | above).astype(np.float32) - np.float32(32)
     return _IQ4[_nibbles(q.reshape(*q.shape[:2], 8, 16))], d[..., None] * s, None
 
 

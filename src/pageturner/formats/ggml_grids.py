@@ -39,7 +39,7 @@ def grid(name: str) -> I8:
         return np.asarray(grids[name], np.int8)
 
 
-def _bits(packed: NDArray[np.unsignedinteger], width: int, count: int) -> U16:
+def numbers(packed: NDArray[np.unsignedinteger], width: int, count: int) -> U16:
     """The lowest `count` numbers of so many bits of each element: [..., elements * count]."""
     shifts = (np.arange(count) * width).astype(packed.dtype)
     found = packed[..., None] >> shifts & packed.dtype.type((1 << width) - 1)
@@ -48,25 +48,25 @@ def _bits(packed: NDArray[np.unsignedinteger], width: int, count: int) -> U16:
 
 def _signed(values: I8, signs: NDArray[np.unsignedinteger]) -> I8:
     """Grid values [..., n, 8] with the sign of each, a bit of signs [..., n]."""
-    flags = _bits(signs, 1, 8).reshape(values.shape).astype(np.int8)
+    flags = numbers(signs, 1, 8).reshape(values.shape).astype(np.int8)
     return values * (np.int8(1) - np.int8(2) * flags)
 
 
 def _seven(words: U32) -> U16:
     """The signs of 4 times 8 values of each word."""
-    return _even(_bits(words, 7, 4))
+    return _even(numbers(words, 7, 4))
 
 
 def _even(signs: U16) -> U16:
     """7 bits with an eighth that makes the number of ones even."""
-    odd = _bits(signs, 1, 7).reshape(*signs.shape, 7).sum(axis=-1) & 1
+    odd = numbers(signs, 1, 7).reshape(*signs.shape, 7).sum(axis=-1) & 1
     return np.asarray(signs | odd.astype(np.uint16) << np.uint16(7))
 
 
 def iq2_xxs(d: F32, words: U32) -> Fields:
     """16 words: of each 32 values the indices, then signs and a scale."""
     pairs = words.reshape(*words.shape[:2], 8, 2)
-    values = grid("iq2_xxs")[_bits(pairs[..., 0], 8, 4)]
+    values = grid("iq2_xxs")[numbers(pairs[..., 0], 8, 4)]
     scale = d[..., None] * (_HALF + (pairs[..., 1] >> 28).astype(np.float32)) * np.float32(0.25)
     return _signed(values, _seven(pairs[..., 1])), scale, None
 
@@ -79,12 +79,12 @@ def iq2_xs(d: F32, qs: U16, s: U8) -> Fields:
 
 def iq2_s(d: F32, low: U8, signs: U8, high: U8, s: U8) -> Fields:
     """Indices of 10 bits."""
-    index = low | _bits(high, 2, 4) << np.uint16(8)
+    index = low | numbers(high, 2, 4) << np.uint16(8)
     return _signed(grid("iq2_s")[index], signs), _quarter(d, s), None
 
 
 def _quarter(d: F32, s: U8) -> F32:
-    return d[..., None] * (_HALF + _bits(s, 4, 2).astype(np.float32)) * np.float32(0.25)
+    return d[..., None] * (_HALF + numbers(s, 4, 2).astype(np.float32)) * np.float32(0.25)
 
 
 def iq3_xxs(d: F32, qs: U8, words: U32) -> Fields:
@@ -96,14 +96,18 @@ def iq3_xxs(d: F32, qs: U8, words: U32) -> Fields:
 
 def iq3_s(d: F32, low: U8, high: U8, signs: U8, s: U8) -> Fields:
     """Indices of 9 bits."""
-    index = low | _bits(high, 1, 8) << np.uint16(8)
+    index = low | numbers(high, 1, 8) << np.uint16(8)
     values = grid("iq3_s")[index].reshape(*low.shape[:2], 32, 8)
-    return _signed(values, signs), d[..., None] * (1 + 2 * _bits(s, 4, 2).astype(np.float32)), None
+    return (
+        _signed(values, signs),
+        d[..., None] * (1 + 2 * numbers(s, 4, 2).astype(np.float32)),
+        None,
+    )
 
 
 def iq1_s(d: F32, low: U8, high: U16) -> Fields:
     """8 words, each 4 times 3 bits of indices, a scale and a sign of 32 values."""
-    index = low | _bits(high, 3, 4) << np.uint16(8)
+    index = low | numbers(high, 3, 4) << np.uint16(8)
     below = np.repeat(high >> np.uint16(15), 4, axis=-1)
     scale = d[..., None] * (2 * (high >> np.uint16(12) & np.uint16(7)) + 1).astype(np.float32)
     return _eighths(index, below), scale / np.float32(8), None
@@ -114,9 +118,9 @@ def iq1_m(low: U8, high: U8, words: U16) -> Fields:
     nibbles = words >> np.uint16(12)
     whole = (nibbles << np.array([0, 4, 8, 12], np.uint16)).sum(axis=-1, dtype=np.uint16)
     d = whole.view(np.float16).astype(np.float32)
-    index = low | (_bits(high, 4, 2) & np.uint16(7)) << np.uint16(8)
-    scale = d[..., None] * (2 * _bits(words, 3, 4) + 1).astype(np.float32)
-    return _eighths(index, _bits(high, 4, 2) >> np.uint16(3)), scale / np.float32(8), None
+    index = low | (numbers(high, 4, 2) & np.uint16(7)) << np.uint16(8)
+    scale = d[..., None] * (2 * numbers(words, 3, 4) + 1).astype(np.float32)
+    return _eighths(index, numbers(high, 4, 2) >> np.uint16(3)), scale / np.float32(8), None
 
 
 def _eighths(index: U16, below: U16) -> I8:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
 from pageturner.formats.ggml_types import KINDS
-from pageturner.formats.mapped import MappedTensors, TensorInfo
+from pageturner.formats.mapped import MappedTensors, TensorInfo, map_file
 
 Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
@@ -298,13 +298,7 @@ def open_header(
 
 def _open_part(path: str | os.PathLike[str], check: Callable[[GGUFFile], None]) -> GGUFFile:
     name = os.fspath(path)
-    try:
-        with open(name, "rb") as file:
-            if os.fstat(file.fileno()).st_size < 4:
-                raise EngineFault("gguf_magic", f"{name} is not a GGUF file")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise EngineFault("model_unreadable", f"cannot read {name}: {error}") from error
+    data = map_file(name, EngineFault("gguf_magic", f"{name} is not a GGUF file"), 4)
     with _damage(name):
         part = GGUFFile(data, name)
         check(part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -37,6 +38,18 @@ class TensorInfo:
     nbytes: int
     columns: NDArray[np.int32] | None = field(default=None, compare=False)
     rows: NDArray[np.int32] | None = field(default=None, compare=False)
+
+
+def map_file(path: str | os.PathLike[str], too_short: EngineFault, least: int = 1) -> mmap.mmap:
+    """A file for reading. Raises `too_short` for one with fewer than `least` bytes, and
+    EngineFault('model_unreadable') where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < least:
+                raise too_short
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise EngineFault("model_unreadable", f"cannot read {path}: {error}") from error
 
 
 class MappedTensors:

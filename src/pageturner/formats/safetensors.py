@@ -9,7 +9,6 @@ weights_missing, weight_kind.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.formats.hf_config import parse_json, read_bounded
-from pageturner.formats.mapped import Data, MappedTensors, TensorInfo
+from pageturner.formats.mapped import Data, MappedTensors, TensorInfo, map_file
 
 # Bytes of one element. The float types are called as in GGML; others are here to be refused by
 # name.
@@ -139,14 +138,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise EngineFault("safetensors_truncated", f"{path} is empty: {AGAIN}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise EngineFault("model_unreadable", f"cannot read {path}: {error}") from error
+def _map(path: Path) -> Data:
+    return map_file(path, EngineFault("safetensors_truncated", f"{path} is empty: {AGAIN}"))
 
 
 def _read_header(data: Data, file: str) -> dict[str, TensorInfo]:

@@ -83,14 +83,14 @@ class Ranks:
                 "tokenizer_corrupt", f"the ranks have no token for the byte {missing[0]}"
             )
         self._merger = Merger(self._ids, range(0, -len(tokens), -1), lambda symbol: [])
-        self._plain = Specials({token.text: i for i, token in added.items() if not token.special})
-        self._parsing = Specials({token.text: i for i, token in added.items()})
+        plain = {token.text: i for i, token in added.items() if not token.special}
+        self._specials = Specials(plain), Specials({token.text: i for i, token in added.items()})
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         self._split = pre_tokenizers.Sequence(splits)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         out: list[int] = []
-        for part in (self._parsing if parse_special else self._plain).split(text):
+        for part in self._specials[parse_special].split(text):
             if isinstance(part, int):
                 out.append(part)
                 continue

@@ -212,17 +212,12 @@ def _corrupt(path: Path) -> contextlib.AbstractContextManager[None]:
     return refusing(lambda why: EngineFault("tokenizer_corrupt", f"cannot read {path}: {why}"))
 
 
-def _as_in_file(part: Any) -> Any:
-    """A part of a tokenizer as the file has it; None if it has none."""
-    return None if part is None else json.loads(part.__getstate__())
-
-
 def _steps(part: Any, several: str = "decoders") -> list[dict[str, Any]]:
     """A decoder or another part of a pipeline taken apart, as in the file. several: what it calls
     its steps."""
-    spec = _as_in_file(part)
-    if spec is None:
+    if part is None:
         return []
+    spec = json.loads(part.__getstate__())
     steps: list[dict[str, Any]] = spec[several] if spec["type"] == "Sequence" else [spec]
     return steps
 
