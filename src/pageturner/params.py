@@ -113,46 +113,39 @@ FAULTS = ("segfault", "exception", "hang", "nan")
 # of whole numbers: what goes between processes and into arrays must be able to hold them
 LARGEST = 2**31 - 1
 
-# field of SamplingParams -> least, most, whether the least itself is too little
-LIMITS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, 1000, False),
-    "top_p": (0, 1, False),
-    "top_k": (-1, LARGEST, False),
-    "min_p": (0, 1, False),
-    "max_tokens": (1, LARGEST, False),
-    "min_tokens": (0, LARGEST, False),
-    "logprobs": (0, MAX_LOGPROBS, False),
-    "prompt_logprobs": (0, MAX_LOGPROBS, False),
-    "repetition_penalty": (
-        0.001,
-        1000,
-        False,
-    ),  # beyond these a logit would leave the range of float32
-    "presence_penalty": (-2, 2, False),
-    "frequency_penalty": (-2, 2, False),
-    "n": (1, LARGEST, False),
-    "best_of": (1, LARGEST, False),
-    "beam_width": (0, LARGEST, False),
-    "length_penalty": (-10, 10, False),
-    "max_thinking_tokens": (0, LARGEST, False),
-    "truncate_prompt_tokens": (-1, LARGEST, False),
+# field of SamplingParams -> least, most
+LIMITS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1000),
+    "top_p": (0, 1),
+    "top_k": (-1, LARGEST),
+    "min_p": (0, 1),
+    "max_tokens": (1, LARGEST),
+    "min_tokens": (0, LARGEST),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "repetition_penalty": (0.001, 1000),  # beyond these a logit would leave the range of float32
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "n": (1, LARGEST),
+    "best_of": (1, LARGEST),
+    "beam_width": (0, LARGEST),
+    "length_penalty": (-10, 10),
+    "max_thinking_tokens": (0, LARGEST),
+    "truncate_prompt_tokens": (-1, LARGEST),
 }
 
 
 def out_of_range(name: str, value: float, shown: str = "") -> str | None:
     """None, or a sentence that says what the value of this field must be. `shown`: what to call the
     field."""
-    least, most, open_ended = LIMITS[name]
+    least, most = LIMITS[name]
     shown = shown or name
     if not -math.inf < value < math.inf:
         return f"{shown} must be finite"
-    if least < value <= most or (value == least and not open_ended):
+    if least <= value <= most:
         return None
-    above = f"above {least}" if open_ended else f"{least} or more"
-    bounds = f"{above} and at most {most}" if open_ended else f"{least} to {most}"
-    return (
-        f"{shown} must be {bounds}, not {value if abs(value) < 10**20 else 'a number of that size'}"
-    )
+    given = value if abs(value) < 10**20 else "a number of that size"
+    return f"{shown} must be {least} to {most}, not {given}"
 
 
 def beyond_limits(params: SamplingParams) -> str | None:

@@ -203,8 +203,8 @@ def _bounds(name: str) -> Schema:
     limited = _LIMITED_AS.get(name, name)
     if limited not in LIMITS:
         return {}
-    least, most, open_ended = LIMITS[limited]
-    return {"exclusiveMinimum" if open_ended else "minimum": least, "maximum": most}
+    least, most = LIMITS[limited]
+    return {"minimum": least, "maximum": most}
 
 
 def numbers_up_to(most: int) -> str:
