@@ -88,6 +88,19 @@ class _TextPieces:
         self.pieces.append(piece.text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt and how it is answered. skip_special: control tokens are left out of the text; reads:
+    how that is taken apart; pin: the KV stays when the answer has ended."""
+
+    prompt: Prompt
+    params: SamplingParams
+    lora: str = ""
+    skip_special: bool = True
+    reads: AnswerFormat | None = None
+    pin: bool = False
+
+
 @dataclass(slots=True)
 class _PendingAnswer:
     """An answer that is being made, and where it is written when it is complete."""
@@ -177,7 +190,11 @@ class LLM:
         if len(names) != len(prompts):
             message = f"{len(prompts)} prompts but {len(names)} adapters"
             raise ClientError(400, "invalid_value", message, "lora")
-        return self._answer(prompts, each, progress, skip_special=skip_special_tokens, lora=names)
+        asked = [
+            _Asked(prompt, one, name, skip_special_tokens)
+            for prompt, one, name in zip(prompts, each, names, strict=True)
+        ]
+        return self._answer(asked, progress)
 
     def _params_of_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -188,35 +205,26 @@ class LLM:
             raise ClientError(400, "bad_params", f"{count} prompts but {len(each)} sampling params")
         return each
 
-    def _answer(
-        self,
-        prompts: Sequence[Prompt],
-        each: Sequence[SamplingParams],
-        progress: bool | None = None,
-        pin: bool = False,
-        skip_special: bool = True,
-        reads: AnswerFormat | None = None,
-        lora: Sequence[str] = (),
-    ) -> list[RequestOutput]:
+    def _answer(self, asked: Sequence[_Asked], progress: bool | None = None) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         open_: dict[int, _PendingAnswer] = {}
         tokens = 0
         try:
-            for prompt, p, name in zip(prompts, each, lora or [""] * len(prompts), strict=True):
-                outputs.append(self._submit(prompt, p, open_, pin, skip_special, reads, name))
-            with Progress("generating", len(prompts), enabled=progress) as line:
+            for one in asked:
+                outputs.append(self._submit(one, open_))
+            with Progress("generating", len(asked), enabled=progress) as line:
                 while open_:
                     for event in self._step(open_):
                         tokens += len(event.tokens)
-                    line.update(len(prompts) - len(open_), f"{tokens} tokens")
+                    line.update(len(asked) - len(open_), f"{tokens} tokens")
         except BaseException:
             for output in outputs:
                 self._engine.unpin(output.request_id)  # nobody will know of it
             raise
         finally:
             self._abort(open_)
-        for output, p in zip(outputs, each, strict=True):
-            _keep_best(output, p)
+        for output, one in zip(outputs, asked, strict=True):
+            _keep_best(output, one.params)
         return outputs
 
     def beam_search(
@@ -254,7 +262,7 @@ class LLM:
         if params.n != 1 or params.best_of not in (None, 1):
             raise ClientError(400, "invalid_value", "a stream has one answer: n must be 1", "n")
         try:
-            output = self._submit(prompt, params, open_, lora=lora)
+            output = self._submit(_Asked(prompt, params, lora), open_)
             state = next(iter(open_.values()), None)
             while open_ and state is not None:
                 if cancelled():
@@ -290,14 +298,12 @@ class LLM:
         read = read_chat(
             messages, params or self.get_default_sampling_params(), self.tokenizer, asked
         )
-        output = self._answer([read.prompt], [read.params], reads=read.answer, lora=[lora])[0]
+        output = self._answer([_Asked(read.prompt, read.params, lora, reads=read.answer)])[0]
         for answer in output.outputs:
             said = read_answer(read.answer, answer.text, answer.finish_reason)
-            answer.text, answer.reasoning, answer.tool_calls = (
-                said.content,
-                said.reasoning,
-                said.tool_calls,
-            )
+            answer.text = said.content
+            answer.reasoning = said.reasoning
+            answer.tool_calls = said.tool_calls
         return output
 
     def chat_tokens(
@@ -314,9 +320,7 @@ class LLM:
         """A sequence in the caller's hand, which can be appended to, forked and freed; nothing is
         computed yet. Needs prefix caching, and a model without sliding windows. lora: the adapter
         of its answers."""
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, add_special=True, parse_special=True)
-        return Session(self, prompt, lora)
+        return Session(self, self._tokens(prompt), lora)
 
     def advance(
         self,
@@ -332,8 +336,10 @@ class LLM:
             raise ClientError(
                 400, "invalid_value", "a session has one answer: fork it for more", "n"
             )
-        names = [session.lora for session in sessions]
-        outputs = self._answer([session.tokens for session in sessions], each, pin=True, lora=names)
+        pairs = zip(sessions, each, strict=True)
+        outputs = self._answer(
+            [_Asked(session.tokens, one, session.lora, pin=True) for session, one in pairs]
+        )
         for session, output in zip(sessions, outputs, strict=True):
             answer = output.outputs[0]
             ended = answer.finish_reason == "stop"
@@ -367,22 +373,14 @@ class LLM:
                 return [*answer.token_ids[:count], *self.encode(answer.text[len(told) :])]
         raise AssertionError("the text of no tokens begins every text")
 
-    def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        open_: dict[int, _PendingAnswer],
-        pin: bool = False,
-        skip_special: bool = True,
-        reads: AnswerFormat | None = None,
-        lora: str = "",
-    ) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else None
-        ids: Sequence[int] = (
-            self.tokenizer.encode(prompt, add_special=True, parse_special=True)
-            if isinstance(prompt, str)
-            else prompt
-        )
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+        return prompt
+
+    def _submit(self, asked: _Asked, open_: dict[int, _PendingAnswer]) -> RequestOutput:
+        params = asked.params
+        ids = self._tokens(asked.prompt)
         built, context = self.built, self.built.max_model_len
         if any(not 0 <= token < built.vocab_size for token in ids):
             message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
@@ -400,14 +398,20 @@ class LLM:
             prompt=tuple(parameters.truncate(ids, params.truncate_prompt_tokens, room, context)),
             params=params,
             arrival=self._engine.clock(),
-            adapter=self.adapters.digest(lora),
-            pin=pin,
+            adapter=self.adapters.digest(asked.lora),
+            pin=asked.pin,
         )
         answers = [Completion(index) for index in range(made)]
+        text = asked.prompt if isinstance(asked.prompt, str) else None
         output = RequestOutput(text, list(request.prompt), answers, request_id=request.id)
         sinks = [_TextPieces() for _ in answers]
         streams = output_streams(
-            request, sinks, self._ids, self.tokenizer, skip_special=skip_special, answer=reads
+            request,
+            sinks,
+            self._ids,
+            self.tokenizer,
+            skip_special=asked.skip_special,
+            answer=asked.reads,
         )
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
             open_[stream.request.id] = _PendingAnswer(
