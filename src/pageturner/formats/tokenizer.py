@@ -162,12 +162,13 @@ class Tokenizer(Marks):
     @property
     def bos_token(self) -> str:
         """Text of bos_id for templates, or ''."""
-        return "" if self.bos_id is None else self._text(self.bos_id)
+        return "" if self.bos_id is None else self.text_of(self.bos_id)
 
     @property
     def eos_token(self) -> str:
         """Text of the first of eos_ids for templates, or ''."""
-        return self._text(self.eos_ids[0]) if self.eos_ids else ""
+        return self.text_of(self.eos_ids[0]) if self.eos_ids else ""
 
-    def _text(self, token: int) -> str:
+    def text_of(self, token: int) -> str:
+        """The text of one token on its own, as logprobs show it."""
         return self.token_bytes(token).decode("utf-8", "replace")

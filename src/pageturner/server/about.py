@@ -69,8 +69,7 @@ class AboutPages:
                 "add_bos_token": tokenizer.add_bos,
                 "add_eos_token": tokenizer.add_eos,
                 "additional_special_tokens": [
-                    tokenizer.token_bytes(token).decode("utf-8", "replace")
-                    for token in sorted(tokenizer.special_ids)
+                    *map(tokenizer.text_of, sorted(tokenizer.special_ids))
                 ],
                 "chat_template": tokenizer.chat_template,
             }

@@ -78,16 +78,6 @@ class Detokenizer:
         return text
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """One token on its own, as logprobs show it."""
-    return tokenizer.token_bytes(token).decode("utf-8", "replace")
-
-
-def decode_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
-    """The text of tokens, control tokens included."""
-    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
-
-
 def prompt_offsets(tokenizer: Tokenizer, tokens: Iterable[int], text: str) -> list[int]:
     """The offset in the text of a prompt at which each of its tokens begins. A token that the
     tokenizer put in front, such as BOS, is not in the text and begins at 0."""

@@ -33,7 +33,6 @@ from pageturner.server.api.openai.chat_fields import (
 )
 from pageturner.server.api.responses import responses
 from pageturner.text.answer_format import AnswerFormat
-from pageturner.text.detokenizer import token_text
 
 Doing = Callable[[str], None]
 MAX_MADE = 1 << 20  # answers to one prompt: more than any server takes
@@ -239,7 +238,7 @@ def tokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     tokens = _tokenized(body, served)
     shown = None
     if body.return_token_strs:
-        texts = {token: token_text(served.tokenizer, token) for token in set(tokens)}
+        texts = {token: served.tokenizer.text_of(token) for token in set(tokens)}
         shown = [texts[token] for token in tokens]
     named: list[Any] = tokens
     if body.with_pieces:

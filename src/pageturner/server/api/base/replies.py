@@ -23,7 +23,7 @@ from pageturner.request import Logprob
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.usage import usage, usage_of
 from pageturner.server.observability.timings import RequestName, report
-from pageturner.text import detokenizer, parameters
+from pageturner.text import parameters
 from pageturner.text.answer_format import AnswerReader
 from pageturner.text.output_stream import OutputPiece, OutputStream
 from pageturner.text.receipt import Receipt
@@ -266,7 +266,7 @@ class Reply:
             yield {str(t): self._ranked(t, p, r) for t, (p, r) in ranked.items()}
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        text = detokenizer.token_text(self.tokenizer, token)
+        text = self.tokenizer.text_of(token)
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
     def top_logprobs(self, token: int, value: Logprob) -> Mapping[str, float]:
@@ -286,7 +286,7 @@ class Reply:
         """Return the text of a single token, or its id where the client wants that."""
         if self.call.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return detokenizer.token_text(self.tokenizer, token)
+        return self.tokenizer.text_of(token)
 
 
 def finite(logprob: float) -> float:

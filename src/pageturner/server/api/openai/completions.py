@@ -36,7 +36,7 @@ from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.whole_answer import UNASKED, WholeAnswer
 from pageturner.server.api.openai.fim import check_gap, gap_prompt, with_ends
 from pageturner.text import parameters
-from pageturner.text.detokenizer import decode_tokens, prompt_offsets
+from pageturner.text.detokenizer import prompt_offsets
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
@@ -106,7 +106,7 @@ def _prompts(
         found.append(tuple(kept))
         if body.echo:
             whole = isinstance(one, str) and len(kept) == len(tokens)
-            texts.append(one if whole else decode_tokens(served.tokenizer, kept))
+            texts.append(one if whole else served.tokenizer.decode(kept, skip_special=False))
     return tuple(found), tuple(texts)
 
 
