@@ -178,18 +178,6 @@ def control_tokens(marks: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, .
     return tuple(token for token in found if token is not None)
 
 
-def _names(choice: ToolChoice, format: ToolFormat | None) -> tuple[str, ...]:
-    if format is None or not (format.at_start or format.direct):
-        return ()
-    return tuple(tool.name for tool in choice.tools)
-
-
-def _types(choice: ToolChoice, format: ToolFormat | None) -> dict[str, dict[str, str]]:
-    if format is None or format.arguments != TAGGED:
-        return {}
-    return {tool.name: property_types(tool.parameters) for tool in choice.tools}
-
-
 # -- formats of a template ------------------------------------------------------------------------
 
 _ABOUT_TOOLS = re.compile(r"\b(xml_)?(tools?|functions|tool_calls?)\b")
@@ -283,16 +271,20 @@ class ChatFormats:
         thoughts, calls = self.reasoning, self.tools if choice.tools else None
         if thoughts is None and calls is None:
             return None
-        names = calls.name if calls else "", thoughts.name if thoughts else ""
-        return AnswerFormat(
-            tools=names[0],
-            reasoning=names[1],
+        formats = calls.name if calls else "", thoughts.name if thoughts else ""
+        answer = AnswerFormat(
+            tools=formats[0],
+            reasoning=formats[1],
             thinking=thoughts is not None and reasoning.opened(thoughts, prompt),
             named=choice.named,
-            shown=control_tokens(marks_of(*names), self.tokenizer),
-            names=_names(choice, calls),
-            types=_types(choice, calls),
+            shown=control_tokens(marks_of(*formats), self.tokenizer),
         )
+        if calls is not None and (calls.at_start or calls.direct):
+            answer = replace(answer, names=tuple(tool.name for tool in choice.tools))
+        if calls is not None and calls.arguments == TAGGED:
+            types = {tool.name: property_types(tool.parameters) for tool in choice.tools}
+            answer = replace(answer, types=types)
+        return answer
 
     def behind_thoughts(self, grammar: str | None, format: AnswerFormat | None) -> str | None:
         """The grammar of an answer that may think before it: thoughts are any text."""

@@ -18,7 +18,7 @@ from typing import Any
 from pageturner.text.call_arguments import ITEM, type_name
 from pageturner.text.grammar.json_schema import as_grammars_take_it, schema_text
 from pageturner.text.structured_outputs import literal_regex
-from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat
+from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat, to_json
 
 MAX_RULES = 4096
 MAX_COUNTED = 4096  # characters of a text or items of a list, to which a bound is held
@@ -180,7 +180,7 @@ class ArgumentRules:
         if isinstance(schema, dict):
             merged = self._merged(schema)
             if known := _known(merged):
-                ways = " | ".join(json.dumps(str(one), ensure_ascii=False) for one in known)
+                ways = " | ".join(to_json(str(one)) for one in known)
                 return f"({ways}) {self.symbols(close)}"
             least, most = self._counts(merged, _LENGTHS)
         return self._until(least or 0, most, close)
@@ -370,24 +370,23 @@ class ArgumentRules:
     def _name(self, name: str, sign: str) -> str:
         if self.kind == PYTHON and sign == ":":
             return f"{self._literal(name)} COLON"
-        if not (
-            name.isidentifier() if self.kind == PYTHON else name.replace("-", "_").isidentifier()
-        ):
+        word = name
+        if self.kind != PYTHON:
+            word = name.replace("-", "_")
+        if not word.isidentifier():
             raise Unwritable(f"a property {name[:40]!r}")
-        return json.dumps(name + sign, ensure_ascii=False)
+        return to_json(name + sign)
 
     def _literal(self, value: Any) -> str:
         """A value as it must stand."""
         if self.kind == PYTHON:
-            return json.dumps(repr(value), ensure_ascii=False)
+            return to_json(repr(value))
         if isinstance(value, str):
             quote = self.symbols(self.format.quote)
-            return (
-                f"{quote} {json.dumps(value, ensure_ascii=False)} {quote}"
-                if value
-                else f"{quote} {quote}"
-            )
-        return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
+            if not value:
+                return f"{quote} {quote}"
+            return f"{quote} {to_json(value)} {quote}"
+        return to_json(to_json(value))
 
     def _referred(self, reference: Any) -> Any:
         found: Any = self._root

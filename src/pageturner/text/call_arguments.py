@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat
+from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat, to_json
 
 _PLAIN = re.compile(r'[^"\\]+')  # within a string of JSON
 _QUIET = re.compile(r'[^"{}\[\]]+')  # outside of one
@@ -96,7 +96,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 def _text(text: str) -> str:
     """The text as it stands within a string of JSON."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return to_json(text)[1:-1]
 
 
 class PythonArguments:
@@ -265,7 +265,7 @@ class TaggedArguments:
 
     def _between(self, text: str, at: int) -> int:
         """Read what stands in front of a value."""
-        at += len(text) - at - len(text[at:].lstrip())
+        at = len(text) - len(text[at:].lstrip())
         begins = text.startswith(self._open, at) and len(text) - at < _LONGEST_HEAD
         if text.startswith(self._tail, at):
             self._finish()
@@ -284,7 +284,7 @@ class TaggedArguments:
     def _begin(self, key: str, word: str | None) -> None:
         if key[:1] == key[-1:] == '"':
             key = key[1:-1]
-        self._made += f"{self._next}{json.dumps(key, ensure_ascii=False)}: "
+        self._made += f"{self._next}{to_json(key)}: "
         self._next = ", "
         self._newline = self._trims
         self._seen = 0
@@ -339,13 +339,12 @@ class TaggedArguments:
             if members is not None and (
                 kinds == "array" or (not kinds and members.keys() == {ITEM})
             ):
-                return f"[{', '.join(members.get(ITEM, ()))}]"
+                return _list(members.get(ITEM, []))
             if members is not None:
-                pairs = ((json.dumps(key, ensure_ascii=False), of) for key, of in members.items())
-                several = (
-                    (key, of[0] if len(of) == 1 else f"[{', '.join(of)}]") for key, of in pairs
+                values = (
+                    (key, of[0] if len(of) == 1 else _list(of)) for key, of in members.items()
                 )
-                return f"{{{', '.join(f'{key}: {one}' for key, one in several)}}}"
+                return f"{{{', '.join(f'{to_json(key)}: {one}' for key, one in values)}}}"
         if kinds in _EMPTY and not text.strip():
             return _EMPTY[kinds]
         return as_json(text, kinds)
@@ -365,6 +364,10 @@ class TaggedArguments:
             found.setdefault(key, []).append(value)
             text = text[end + len(self._close.replace("$KEY", key)) :].lstrip()
         return found
+
+
+def _list(values: list[str]) -> str:
+    return f"[{', '.join(values)}]"
 
 
 ITEM = "item"  # the name of what a list has in it
@@ -393,12 +396,12 @@ def as_json(text: str, kinds: str) -> str:
             value = ast.literal_eval(bare)
             made = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return json.dumps(text, ensure_ascii=False)
+            return to_json(text)
     name = type_name(value)
     fits = name in kinds or (name == "integer" and "number" in kinds)
     if fits or (not kinds and name != "string"):
         return made
-    return json.dumps(text, ensure_ascii=False)
+    return to_json(text)
 
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}

@@ -22,17 +22,9 @@ from pageturner.text.tool_formats import GEMMA, JSON, PYTHON, ToolFormat
 # -- syntax ----------------------------------------------------------------------------------------
 
 
-SPACE, NAME, ARGUMENTS, ID, INDEX, PYTHON_ARGUMENTS, OBJECT = (
-    " ",
-    "$NAME",
-    "$ARGS",
-    "$ID",
-    "$INDEX",
-    "$PYTHON",
-    "$OBJECT",
-)
+_PLACES = (" ", "$NAME", "$ARGS", "$ID", "$INDEX", "$PYTHON", "$OBJECT")
+SPACE, NAME, ARGUMENTS, ID, INDEX, PYTHON_ARGUMENTS, OBJECT = _PLACES
 NAME_CHARACTERS = r"[A-Za-z0-9_.\-]"
-_PLACES = (SPACE, NAME, ARGUMENTS, ID, INDEX, PYTHON_ARGUMENTS, OBJECT)
 _BODIES = (ARGUMENTS, PYTHON_ARGUMENTS, OBJECT)
 _PARTS = re.compile(r"\$[A-Z]+| |[^ $]+")
 _AS_OBJECT = re.compile(r'\{ "\w+" : .*\$ARGS[^}]*\}')
@@ -185,33 +177,6 @@ class _Way:
         return self.part == len(self.parts)
 
 
-class _Arguments:
-    """Arguments behind the name of a tool, and whether they are there. called: a call has begun for
-    sure; dead: this is none."""
-
-    def __init__(self, name: str, arguments: Arguments) -> None:
-        self._name = name
-        self._arguments = arguments
-        self.called = False
-
-    @property
-    def done(self) -> bool:
-        return self._arguments.done
-
-    @property
-    def dead(self) -> bool:
-        return self._arguments.dead
-
-    def push(self, text: str, at: int, found: list[Delta]) -> int:
-        made, end = self._arguments.push(text, at)
-        if made and not self.called:
-            found.append(Delta("call", self._name))
-            self.called = True
-        if made:
-            found.append(Delta("arguments", made))
-        return end
-
-
 _NAMED = ("name", "tool_name", "function", "function_name", "tool")
 _GIVEN = ("arguments", "parameters", "args", "params", "input")
 _KEYS = (*_NAMED, *_GIVEN, "id", "type", "tool_call_id", "call_id", "index", "strict")
@@ -223,21 +188,23 @@ _ENDS = re.compile(r"[\s,]*\}")
 class _Object:
     """A call that is one object of JSON, its keys in any order; `{"type": "function", "function":
     {...}}` too, and arguments that are a text or not there. bare: nothing but its keys tells it
-    from other objects, so it must have arguments."""
+    from other objects, so it must have arguments. As `Arguments` it gives those of the call, and
+    none before it is sure that this is one, of the tool `name`."""
 
     def __init__(self, names: tuple[str, ...], bare: bool) -> None:
         self._names = names
         self._bare = bare
-        self.called = self.done = self.dead = False
+        self.name = ""
+        self.done = self.dead = False
+        self._called = False
         self._depth = 0
-        self._name = self._waiting = ""  # arguments that came in front of the name
+        self._waiting = ""  # arguments that came in front of the name
         self._value: JSONArguments | None = None
-        self._key = self._read = ""
+        self._key = self._read = self._made = ""
         self._streams = False
 
-    def push(self, text: str, at: int, found: list[Delta]) -> int:
-        """Return how far it got in the text. Nothing is found before it is sure that this is a
-        call."""
+    def push(self, text: str, start: int) -> tuple[str, int]:
+        at = start
         if not self._depth:
             self._depth = 1
             at += 1
@@ -245,47 +212,48 @@ class _Object:
         while before != at and not self.done and not self.dead:
             before = at
             if self._value is not None:
-                at = self._in(text, at, found)
+                at = self._in(text, at)
             if self._value is None and not self.dead:
-                at = self._between(text, at, found)
-        return at
+                at = self._between(text, at)
+        made = self._made
+        self._made = ""
+        return made, at
 
-    def _between(self, text: str, at: int, found: list[Delta]) -> int:
+    def _between(self, text: str, at: int) -> int:
         if end := _ENDS.match(text, at):
             self._depth -= 1
             self.done = not self._depth
-            if self.done and not self.called:
+            if self.done and not self._called:
                 self.dead = self._bare and not self._waiting
-                self._call(found, self._waiting or "{}")
+                self._call(self._waiting or "{}")
             return end.end()
         key = _KEY.match(text, at)
         if key is None:
             may_come = len(text) - at < _LONGEST_KEY and _KEY_BEGUN.fullmatch(text, at) is not None
-            self.dead = not may_come and not self.called
-            self.done = not may_come and self.called
+            self.dead = not may_come and not self._called
+            self.done = not may_come and self._called
             return at
         self._key = key[1]
         opens = text[key.end()] == "{"
         if self._key == "function" and opens and self._depth == 1:
             self._depth = 2
             return key.end() + 1
-        self.dead = self._bare and not self.called and self._key not in _KEYS
-        self._streams = self._key in _GIVEN and opens and bool(self._name) and not self.called
+        self.dead = self._bare and not self._called and self._key not in _KEYS
+        self._streams = self._key in _GIVEN and opens and bool(self.name) and not self._called
         if self._streams:
-            self._call(found, "")
+            self._call("")
         self._value = JSONArguments(anything=True)
         self._read = ""
         return key.end()
 
-    def _in(self, text: str, at: int, found: list[Delta]) -> int:
+    def _in(self, text: str, at: int) -> int:
         assert self._value is not None
         made, end = self._value.push(text, at)
-        if self._streams and made:
-            found.append(Delta("arguments", made))
-        self._read += made * (not self.called)
+        self._made += made * self._streams
+        self._read += made * (not self._called)
         if self._value.done:
             self._value = None
-            if not self.called:
+            if not self._called:
                 self._take()
         return end
 
@@ -305,18 +273,14 @@ class _Object:
             self.dead = True
             return
         if self._key in _NAMED:
-            self._name = str(read)
-            named = _IS_NAMED.fullmatch(self._name) is not None
-            self.dead = not named or (bool(self._names) and self._name not in self._names)
+            self.name = str(read)
+            named = _IS_NAMED.fullmatch(self.name) is not None
+            self.dead = not named or (bool(self._names) and self.name not in self._names)
 
-    def _call(self, found: list[Delta], arguments: str) -> None:
-        self.dead |= not self._name
-        if self.dead:
-            return
-        self.called = True
-        found.append(Delta("call", self._name))
-        if arguments:
-            found.append(Delta("arguments", arguments))
+    def _call(self, arguments: str) -> None:
+        self.dead |= not self.name
+        self._called = not self.dead
+        self._made += arguments * self._called
 
 
 _KEY_BEGUN = re.compile(r'[\s,]*("[A-Za-z_]{0,32}("\s*(:\s*)?)?)?')
@@ -339,6 +303,8 @@ class CallParser:
         self._names = names
         self._types = types or {}
         self._triggers = triggers(format)
+        # bodies that begin with a brace
+        self._braced = (ARGUMENTS, OBJECT) if format.arguments in (JSON, GEMMA) else (OBJECT,)
         self._calls = 0
         self._held = ""  # text of which it is not known yet what it is
         self._at = 0  # how much of it was read
@@ -346,7 +312,9 @@ class CallParser:
         self._tails: dict[tuple[str, ...], bool] = {}  # of the ways that the call may take
         self._ended = 0  # how much is certainly read of them
         self._follows = False  # a call in the same list
-        self._body: _Arguments | _Object | None = None
+        self._body: Arguments | None = None
+        self._name = ""  # of the call, where it stands in front of the body
+        self._called = False  # it is a call for sure
         self._state = self._start if format.at_start else self._content
 
     @property
@@ -379,7 +347,7 @@ class CallParser:
     @property
     def _undecided(self) -> bool:
         if self._state == self._in_body:
-            return self._body is not None and not self._body.called
+            return not self._called
         return self._state == self._head
 
     # Each state takes what it can from what is held. False: it needs more text.
@@ -436,32 +404,29 @@ class CallParser:
     def _body_begins(self) -> bool:
         one = self._held[self._at]
         ways = [(place, way) for way in self._ways if (place := way.body(one))]
-        braced = self._format.arguments in (JSON, GEMMA)
-        ways = [(place, way) for place, way in ways if one == "{" or place != OBJECT]
-        ways = [
-            (place, way) for place, way in ways if one == "{" or place != ARGUMENTS or not braced
-        ]
+        if one != "{":
+            ways = [(place, way) for place, way in ways if place not in self._braced]
         for place, way in ways:
-            name = _called(way, place)
+            self._name = _called(way, place)
             if place == OBJECT:
                 self._body = _Object(self._names, self._format.at_start)
-            elif not self._names or name in self._names:
-                self._body = self._arguments(name, place, way.tail)
+            elif not self._names or self._name in self._names:
+                self._body = self._arguments(place, way.tail)
             else:
                 continue
+            self._called = False
             self._tails = {way.tail: way.bare for _, way in ways}
             self._follows = self._state == self._tail
             self._state = self._in_body
             return True
         return False
 
-    def _arguments(self, name: str, place: str, tail: tuple[str, ...]) -> _Arguments:
+    def _arguments(self, place: str, tail: tuple[str, ...]) -> Arguments:
         kind = self._format.arguments
         if place == PYTHON_ARGUMENTS:
             kind = PYTHON
         end = "".join(tail).strip().partition(SPACE)[0]
-        types = self._types.get(name, {})
-        return _Arguments(name, arguments_of(kind, self._format, types, end))
+        return arguments_of(kind, self._format, self._types.get(self._name, {}), end)
 
     def _no_call(self, found: list[Delta]) -> bool:
         """The held text that looked like a call is content; a call may still begin within it."""
@@ -479,10 +444,17 @@ class CallParser:
     def _in_body(self, found: list[Delta]) -> bool:
         body = self._body
         assert body is not None
-        self._at = body.push(self._held, self._at, found)
+        made, self._at = body.push(self._held, self._at)
         if body.dead:
             return self._no_call(found)
-        if body.called:
+        if made and not self._called:
+            if isinstance(body, _Object):
+                self._name = body.name
+            found.append(Delta("call", self._name))
+            self._called = True
+        if made:
+            found.append(Delta("arguments", made))
+        if self._called:
             self._held = self._held[self._at :]
             self._at = 0
         if body.done:

@@ -38,7 +38,15 @@ from pageturner.text.chat_template import (
     habits_of,
     texts_of,
 )
-from pageturner.text.tool_formats import COMMON, GEMMA, PYTHON, TAGGED, ToolFormat, tool_format
+from pageturner.text.tool_formats import (
+    COMMON,
+    GEMMA,
+    PYTHON,
+    TAGGED,
+    ToolFormat,
+    to_json,
+    tool_format,
+)
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # parts of a content that are text, as the APIs call them, and where that stands
@@ -116,7 +124,7 @@ def _told(
     """The prompt with a text about the tools in the system message, or in the user's first one, for
     a template that does not show them; "": it refuses these too, or leaves them out."""
     format = recognised(template.source) or tool_format(COMMON)
-    shown = "\n".join(map(_json, variables["tools"]))
+    shown = "\n".join(map(to_json, variables["tools"]))
     text = f"You may call these functions:\n<tools>\n{shown}\n</tools>\nA call is written so:\n"
     text += written(format, [("function_name", {"argument": "value"})])
     first = messages[0]
@@ -194,9 +202,8 @@ def prompt_tokens(tokenizer: Tokenizer, text: str, mark: str, special: bool) -> 
 @lru_cache(maxsize=8)
 def control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """The texts of the control tokens of a vocabulary, as one group; None: it has none."""
-    ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
-    texts = {tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids}
-    known = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    texts = map(tokenizer.text_of, {*tokenizer.special_ids, *tokenizer.eos_ids})
+    known = sorted({text for text in texts if len(text) > 1}, key=len, reverse=True)
     if not known:
         return None
     return re.compile(f"({'|'.join(map(re.escape, known))})")
@@ -495,8 +502,7 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _call_as_wanted(call: dict[str, Any], habits: TemplateHabits) -> dict[str, Any]:
     made, function = dict(call), call["function"]
     if habits.text_arguments:
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        made["function"] = {**function, "arguments": arguments}
+        made["function"] = {**function, "arguments": to_json(function["arguments"])}
     if habits.short_ids:
         made["id"] = _short(str(call.get("id", "")))
     return made
@@ -583,17 +589,13 @@ def _given(format: ToolFormat, arguments: dict[str, Any]) -> str:
     if format.arguments == GEMMA:
         return _gemma(arguments, format.quote)
     if format.arguments != TAGGED:
-        return _json(arguments)
+        return to_json(arguments)
     made = []
     for name, value in arguments.items():
-        text = value if isinstance(value, str) else _json(value)
+        text = value if isinstance(value, str) else to_json(value)
         word = format.types.get(type_name(value), format.types.get("", ""))
         made.append(_filled(format.parameter, KEY=name, VALUE=text, TYPE=word))
     return "".join(made)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _gemma(value: Any, quote: str) -> str:
@@ -604,4 +606,4 @@ def _gemma(value: Any, quote: str) -> str:
         return "{" + ",".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ",".join(_gemma(one, quote) for one in value) + "]"
-    return _json(value)
+    return to_json(value)

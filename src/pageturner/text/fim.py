@@ -82,12 +82,10 @@ def fim_prompt(
     if extra and tokens.repo is not None:
         prompt += [tokens.repo, *tokenizer.encode_inside(_PROJECT)]
     for name, text in extra:
-        head = encode(_BETWEEN) if tokens.file is None else [tokens.file]
-        prompt += (
-            head
-            + ([] if tokens.file is None else tokenizer.encode_inside(f"{name}\n"))
-            + encode(text)
-        )
+        head = encode(_BETWEEN)
+        if tokens.file is not None:
+            head = [tokens.file, *tokenizer.encode_inside(f"{name}\n")]
+        prompt += head + encode(text)
     if extra and tokens.file is not None:
         prompt += [tokens.file, *tokenizer.encode_inside("here\n")]
     prompt += [tokens.prefix, *(encode(prefix) if isinstance(prefix, str) else prefix)]

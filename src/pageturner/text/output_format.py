@@ -7,7 +7,6 @@ written (text/structured_outputs.py) or followed.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from typing import Any
 
@@ -32,8 +31,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KnownGrammars:
-    """The grammars of what was asked for and found good, by `asked`: they need no second check.
-    Bounded in number and in characters; what was used last stays."""
+    """The grammars of what was asked for and found good, by a name for what that was: they need no
+    second check. Bounded in number and in characters; what was used last stays."""
 
     MOST = 256
     MAX_CHARACTERS = 4 * 1024 * 1024
@@ -58,18 +57,6 @@ class KnownGrammars:
 def asks(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> bool:
     """Return whether the two fields ask for a grammar."""
     return bool(structured) or bool(response_format and response_format.get("type") != "text")
-
-
-def asked(
-    response_format: dict[str, Any] | None, structured: dict[str, Any] | None
-) -> bytes | None:
-    """A name for what the two fields ask for, the same for the same fields; None: they ask for
-    nothing."""
-    if not asks(response_format, structured):
-        return None
-    return hashlib.blake2b(
-        msgspec.json.encode((response_format, structured)), digest_size=16
-    ).digest()
 
 
 def grammar_of(

@@ -64,8 +64,9 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     _check_ids("bad_words", [token for word in words for token in word], vocab_size)
     if params.structured_outputs is not None:
         _check_grammar(params, tokenizer)
-    if params.beam_width:
-        params = _searching(params)
+    check_beams(params)
+    if params.beam_width:  # which draws no tokens
+        params = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, speculation=False)
     if not all(words):
         raise invalid("bad_words_token_ids", "bad_words_token_ids may not hold an empty word")
     ends = () if params.ignore_eos else tokenizer.eos_ids
@@ -183,12 +184,6 @@ def check_beams(params: SamplingParams) -> None:
     ):
         if given:
             raise invalid(name, message)
-
-
-def _searching(params: SamplingParams) -> SamplingParams:
-    """The parameters of a beam search, without those that draw tokens."""
-    check_beams(params)
-    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, speculation=False)
 
 
 def _check_grammar(params: SamplingParams, tokenizer: Tokenizer) -> None:

@@ -86,6 +86,7 @@ class ReceiptParams(
     thinking_end: tuple[int, ...] = ()
 
 
+# those that decide how an answer is made again, and are called and written as in SamplingParams
 _AS_THEY_ARE = tuple(
     name
     for name in ReceiptParams.__struct_fields__
@@ -209,9 +210,8 @@ def _split(text: str, size: int) -> list[str]:
 # -- making ----------------------------------------------------------------------------------------
 def params_of(params: SamplingParams, n: int, best_of: int) -> ReceiptParams:
     """The part of resolved parameters that a receipt holds."""
-    given = {name: getattr(params, name) for name in _AS_THEY_ARE}
-    given |= {"n": n, "best_of": best_of, "seed": str(params.seed), "ignore_eos": params.ignore_eos}
-    given["truncate_prompt_tokens"] = params.truncate_prompt_tokens
+    given = {name: getattr(params, name) for name in ReceiptParams.__struct_fields__}
+    given |= {"n": n, "best_of": best_of, "seed": str(params.seed)}
     return msgspec.convert(given, ReceiptParams)  # which makes floats of whole numbers
 
 

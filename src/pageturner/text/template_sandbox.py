@@ -147,12 +147,8 @@ def _measured(value: Any) -> Any:
 
 def _joined(values: Iterable[Any], between: str = "") -> str:
     """The texts of the values. Each is paid for before all are put together."""
-    budget, texts = _budget.get(), []
-    for value in values:
-        budget.step()
-        texts.append(str(_measured(value)))
-        budget.make(len(texts[-1]) + len(between))
-    return between.join(texts)
+    texts = (str(_measured(value)) for value in values)
+    return between.join([*_paid(texts, len(between))])
 
 
 def _concat(pieces: Iterable[str]) -> str:

@@ -82,6 +82,11 @@ class ToolFormat:
         return bool(self.closing or self.between)
 
 
+def to_json(value: Any) -> str:
+    """JSON as models write it: letters of all alphabets stand as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def rows(file: str) -> list[dict[str, Any]]:
     """The rows of a table of formats, without their examples."""
     table = json.loads((MARKUP / f"{file}.json").read_text(encoding="utf-8"))

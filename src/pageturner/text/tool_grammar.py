@@ -8,7 +8,6 @@ requests, nor how a grammar is compiled and followed (executor/grammar.py).
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,7 @@ from pageturner.text.grammar.json_schema import schema_text
 from pageturner.text.harmony import ENDS
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.structured_outputs import literal_regex
-from pageturner.text.tool_formats import JSON, ToolFormat
+from pageturner.text.tool_formats import JSON, ToolFormat, to_json
 from pageturner.text.tools import Tool, ToolChoice
 
 Control = Callable[[str], int | None]  # the control token that a mark is, if it is one
@@ -178,7 +177,7 @@ def _harmony_answer(grammar: str, control: Control) -> str:
 
 def _mark(text: str, control: Control) -> str:
     token = control(text)
-    return _quoted(text) if token is None else f"<[{token}]>"
+    return to_json(text) if token is None else f"<[{token}]>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ class _Writer:
             elif part and control is None and part not in _SYMBOLS:
                 text += part
             else:
-                made += [_quoted(text)] if text else []
+                made += [to_json(text)] if text else []
                 text = ""
                 made += [] if not part else [_SYMBOLS.get(part) or f"<[{control}]>"]
         return " ".join(made).replace(_ARGUMENTS, f"args{tool}")
@@ -241,10 +240,6 @@ class _Writer:
 
 _ARGUMENTS = "$"
 _SYMBOLS = {SPACE: "WS?", ARGUMENTS: _ARGUMENTS, ID: "ID", INDEX: "INDEX"}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _schema(tool: Tool) -> str:
@@ -347,8 +342,8 @@ def _harmony(write: _Writer) -> str:
     rules += [f'thoughts: {channel} "analysis" {more}', f'said: {channel} "commentary" {more}']
     for i, tool in enumerate(write.choice.tools):
         to = f"to=functions.{tool.name}"
-        rules.append(f"call{i}: {channel} {_quoted(f'commentary {to}')} {as_json} args{i}")
-        rules.append(f'late{i}: {_quoted(f" {to}")} {channel} "commentary" {as_json} args{i}')
+        rules.append(f"call{i}: {channel} {to_json(f'commentary {to}')} {as_json} args{i}")
+        rules.append(f'late{i}: {to_json(f" {to}")} {channel} "commentary" {as_json} args{i}')
     calls, late = (
         " | ".join(f"{name}{i}" for i in range(len(write.choice.tools)))
         for name in ("call", "late")

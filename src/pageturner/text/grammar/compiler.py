@@ -9,15 +9,16 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from pageturner.errors import refusing
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text.grammar.check import STACK_BYTES, compiled, message_of
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
+Matcher: TypeAlias = "LLMatcher"  # a place in a grammar; llguidance is imported with the first one
 NICENESS = 10  # of threads that compile: the kernels need the processors more
 ROOM = STACK_BYTES + (64 << 20)  # bytes of addresses for a stack, a vocabulary and a grammar
 LONGEST_TOKEN = (
@@ -27,18 +28,6 @@ LONGEST_TOKEN = (
 
 class GrammarError(Exception):
     """A grammar that cannot be compiled for this vocabulary."""
-
-
-class Matcher(Protocol):
-    """A place in a grammar: what we use of llguidance's LLMatcher."""
-
-    def deep_copy(self) -> Matcher: ...
-    def try_consume_tokens(self, tokens: list[int]) -> int: ...
-    def rollback(self, num_tokens: int) -> bool: ...
-    def compute_bitmask(self) -> bytes: ...
-    def compute_ff_bytes(self) -> bytes: ...
-    def is_error(self) -> bool: ...
-    def get_error(self) -> str: ...
 
 
 class Compiler:

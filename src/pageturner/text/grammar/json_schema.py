@@ -194,16 +194,13 @@ def _bound(schema: dict[str, Any]) -> None:
     for name, one in given.items():
         if isinstance(one, float) and one.is_integer():
             schema[name] = given[name] = int(one)
-    if any(abs(one) >= LARGEST for one in given.values()):
-        if not _cannot_hold({"type": "integer", **given}):
-            return
-        if any(
-            abs(one) >= LARGEST and (one < 0) != (name in _LOWER) for name, one in given.items()
-        ):
-            return  # no number between ours fits: it is passed over, or refused
-        for name, value in given.items():
-            if abs(value) >= LARGEST and (value < 0) == (name in _LOWER):
-                del schema[name]
+    large = {name: one for name, one in given.items() if abs(one) >= LARGEST}
+    if large and not _cannot_hold({"type": "integer", **given}):
+        return
+    if any((one < 0) != (name in _LOWER) for name, one in large.items()):
+        return  # no number between ours fits: it is passed over, or refused
+    for name in large:
+        del schema[name]
     if schema.keys().isdisjoint(_LOWER):
         schema["minimum"] = -LARGEST
     if schema.keys().isdisjoint(_UPPER):
@@ -236,8 +233,9 @@ def _cannot_hold(schema: dict[str, Any]) -> bool:
 @lru_cache(maxsize=4096)
 def _unsupported(schema: str) -> bool:
     wrong = wrong_with.__wrapped__(f"{OPTIONS}start: %json {schema}") or ""
-    if code_of(wrong) == "unsupported_schema" or not wrong.startswith("regex parse error"):
-        return code_of(wrong) == "unsupported_schema"
+    unsupported = code_of(wrong) == "unsupported_schema"
+    if unsupported or not wrong.startswith("regex parse error"):
+        return unsupported
     parts = json.loads(schema)
     return all(map(_is_regex, parts.get("patternProperties", [parts.get("pattern")])))
 
