@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from pageturner import logs
 
@@ -109,12 +108,7 @@ class Progress:
         done, note = self._last or (0, "")
         return f"{self._what}: {done:,} of {self.total:,}{note and ', '}{note}"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._still is not None:
             self._still.end()
         if not self._enabled:

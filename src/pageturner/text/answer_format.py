@@ -10,9 +10,10 @@ import json
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from pageturner.text.argument_rules import property_types
 from pageturner.text.call_parser import (
     CallParser,
     Delta,
-    DirectAnswers,
     Parser,
     PlainText,
     triggers,
@@ -69,9 +69,9 @@ class AnswerFormat:
         calls: tuple[str, ...] = ()
         if self.tools:
             format = tool_format(self.tools)
-            rest = CallParser(format, self.names if format.at_start else (), self.types)
-            if format.direct:
-                rest = DirectAnswers(rest, set(format.direct).difference(self.names))
+            names = self.names if format.at_start else ()
+            direct = set(format.direct).difference(self.names)
+            rest = CallParser(format, names, self.types, direct)
             if not format.at_start:
                 calls = triggers(format)
         if self.reasoning:
@@ -133,18 +133,6 @@ class AnswerReader:
 def read(format: AnswerFormat, text: str, cut: bool = False) -> list[Delta]:
     """All that stands in a whole answer. cut: as `AnswerReader.read` has it."""
     return AnswerReader(format).read(text, True, cut)
-
-
-def with_content_stops(
-    params: SamplingParams, answer: AnswerFormat | None, ends: Sequence[int]
-) -> tuple[SamplingParams, AnswerFormat | None]:
-    """The parameters and the format of an answer whose stop tokens, all but its ends of sequence,
-    are looked for in its text and not by the engine, which knows no content."""
-    own = tuple(token for token in params.stop_ids if token not in ends)
-    if answer is None or not own or params.beam_width:
-        return params, answer
-    ended = tuple(token for token in params.stop_ids if token in ends)
-    return replace(params, stop_ids=ended), replace(answer, stop_ids=own)
 
 
 def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:
@@ -286,12 +274,33 @@ class ChatFormats:
             answer = replace(answer, types=types)
         return answer
 
-    def behind_thoughts(self, grammar: str | None, format: AnswerFormat | None) -> str | None:
-        """The grammar of an answer that may think before it: thoughts are any text."""
-        if grammar is None or format is None or not format.reasoning or format.tools == HARMONY:
-            return grammar
-        thoughts = reasoning.reasoning_format(format.reasoning)
-        return with_thoughts(grammar, thoughts, format.thinking, self.control)
+    def divided(
+        self, params: SamplingParams, answer: AnswerFormat | None, variables: Mapping[str, Any]
+    ) -> tuple[SamplingParams, AnswerFormat | None]:
+        """The parameters and the format of an answer, each with its part of the work. Stop tokens,
+        all but the ends of sequence, are looked for in the text and not by the engine, which knows
+        no content. A grammar in the parameters lets the model think first, unless the client has
+        disabled thinking and the template has not begun it all the same.
+
+        variables  of the chat template
+        """
+        if answer is None:
+            return params, answer
+        ends = () if params.ignore_eos else self.tokenizer.eos_ids
+        own = tuple(token for token in params.stop_ids if token not in ends)
+        if own and not params.beam_width:
+            answer = replace(answer, stop_ids=own)
+            ended = tuple(token for token in params.stop_ids if token in ends)
+            params = replace(params, stop_ids=ended)
+        thinks = bool(answer.reasoning) and answer.tools != HARMONY
+        wanted = answer.thinking or variables.get("enable_thinking") is not False
+        if params.structured_outputs is not None and thinks and wanted:
+            thoughts = reasoning.reasoning_format(answer.reasoning)
+            grammar = with_thoughts(
+                params.structured_outputs, thoughts, answer.thinking, self.control
+            )
+            params = replace(params, structured_outputs=grammar)
+        return params, answer
 
     def control(self, mark: str) -> int | None:
         """The control token that a mark is, if it is one."""

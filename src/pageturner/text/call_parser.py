@@ -8,6 +8,7 @@ an answer.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -289,7 +290,8 @@ _IS_NAMED = re.compile(NAME_CHARACTERS + "{1,128}")
 
 class CallParser:
     """Content and calls of an answer in one format. names: of the tools that can be called; ():
-    any. types: of the properties of each tool, where nothing else says what a text is."""
+    any. types: of the properties of each tool, where nothing else says what a text is. direct:
+    names of calls that are content: the first text among their arguments, if there is one."""
 
     thoughts_end = 0
 
@@ -298,10 +300,13 @@ class CallParser:
         format: ToolFormat,
         names: tuple[str, ...] = (),
         types: Mapping[str, Mapping[str, str]] | None = None,
+        direct: Collection[str] = (),
     ) -> None:
         self._format = format
         self._names = names
         self._types = types or {}
+        self._direct = direct
+        self._answer = ""  # arguments of a call that is content
         self._triggers = triggers(format)
         # bodies that begin with a brace
         self._braced = (ARGUMENTS, OBJECT) if format.arguments in (JSON, GEMMA) else (OBJECT,)
@@ -342,6 +347,7 @@ class CallParser:
         if outside and (not self._calls or not self._held.isspace()):
             self._give(found, self._held)
         self._held = ""
+        self._give_answer(found)
         return found
 
     @property
@@ -407,7 +413,9 @@ class CallParser:
         if one != "{":
             ways = [(place, way) for place, way in ways if place not in self._braced]
         for place, way in ways:
-            self._name = _called(way, place)
+            self._name = way.name
+            if place == PYTHON_ARGUMENTS:  # Llama's built-in tools are called as `search.call(...)`
+                self._name = way.name.removesuffix(".call")
             if place == OBJECT:
                 self._body = _Object(self._names, self._format.at_start)
             elif not self._names or self._name in self._names:
@@ -450,15 +458,19 @@ class CallParser:
         if made and not self._called:
             if isinstance(body, _Object):
                 self._name = body.name
-            found.append(Delta("call", self._name))
             self._called = True
-        if made:
+            if self._name not in self._direct:
+                found.append(Delta("call", self._name))
+        if made and self._name in self._direct:
+            self._answer += made
+        elif made:
             found.append(Delta("arguments", made))
         if self._called:
             self._held = self._held[self._at :]
             self._at = 0
         if body.done:
             self._calls += 1
+            self._give_answer(found)
             self._behind_body()
         return body.done
 
@@ -501,58 +513,13 @@ class CallParser:
         self._leave()
         return bool(self._held)
 
+    def _give_answer(self, found: list[Delta]) -> None:
+        with contextlib.suppress(ValueError):  # it was cut
+            values = json.loads(self._answer or "{}").values()
+            texts = (text for text in values if isinstance(text, str))
+            found += [Delta("content", text) for text in itertools.islice(texts, 1)]
+        self._answer = ""
+
     def _give(self, found: list[Delta], text: str) -> None:
         if text:
             found.append(Delta("content", text))
-
-
-class DirectAnswers:
-    """Another parser, in whose deltas calls of these names are content: the first text among
-    their arguments, if there is one."""
-
-    thoughts_end = 0
-
-    def __init__(self, calls: Parser, names: Collection[str]) -> None:
-        self._calls = calls
-        self._names = names
-        self._arguments: str | None = None  # so far, of such a call
-
-    @property
-    def held(self) -> int:
-        return self._calls.held
-
-    def push(self, text: str) -> list[Delta]:
-        return self._answered(self._calls.push(text))
-
-    def finish(self) -> list[Delta]:
-        return self._answered(self._calls.finish()) + self._answer()
-
-    def _answered(self, deltas: list[Delta]) -> list[Delta]:
-        found: list[Delta] = []
-        for delta in deltas:
-            if self._arguments is not None and delta.kind == "arguments":
-                self._arguments += delta.text
-                continue
-            found += self._answer()
-            if delta.kind == "call" and delta.text in self._names:
-                self._arguments = ""
-            else:
-                found.append(delta)
-        return found
-
-    def _answer(self) -> list[Delta]:
-        """Return the content of such a call, whose arguments are complete."""
-        arguments, self._arguments = self._arguments, None
-        try:
-            values = json.loads(arguments or "{}").values()
-        except ValueError:  # it was cut
-            return []
-        texts = (text for text in values if isinstance(text, str))
-        return [Delta("content", text) for text in itertools.islice(texts, 1)]
-
-
-def _called(way: _Way, place: str) -> str:
-    """The name of the tool: the built-in ones of Llama are called as `search.call(...)`."""
-    if place == PYTHON_ARGUMENTS:
-        return way.name.removesuffix(".call")
-    return way.name

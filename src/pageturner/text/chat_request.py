@@ -16,7 +16,7 @@ from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import answer_format, tools
-from pageturner.text.answer_format import AnswerFormat, ChatFormats, with_content_stops
+from pageturner.text.answer_format import AnswerFormat, ChatFormats
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.conversation import marked_prompt, prompt_text, prompt_tokens, variables
 from pageturner.text.template_choice import HOW_TO_GIVE
@@ -106,13 +106,8 @@ def read_chat(
         asked.tool_call_parser,
         asked.reasoning_parser,
     )
-    answer = formats.answer(choice, text)
-    params, answer = with_content_stops(
-        _held(params, choice, formats), answer, () if params.ignore_eos else tokenizer.eos_ids
-    )
-    if given.get("enable_thinking") is not False or (answer is not None and answer.thinking):
-        grammar = formats.behind_thoughts(params.structured_outputs, answer)
-        params = replace(params, structured_outputs=grammar)
+    params = _held(params, choice, formats)
+    params, answer = formats.divided(params, formats.answer(choice, text), given)
     prompt = prompt_tokens(tokenizer, text, mark, special=False)
     return ChatRequest(prompt, params, answer)
 

@@ -16,7 +16,7 @@ from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import conversation, reasoning
-from pageturner.text.answer_format import AnswerFormat, with_content_stops
+from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_template import (
     ChatTemplate,
     TemplateLimits,
@@ -102,22 +102,13 @@ def echoes(body: RequestBody) -> tuple[str, ...]:
 def read_answer(
     params: SamplingParams, body: RequestBody, prompt: str, served: ServedModel
 ) -> tuple[SamplingParams, AnswerFormat | None]:
-    """Return the parameters and the format by which answers to this prompt are read. A grammar in
-    the parameters lets the model think first, unless the client disabled thinking and the template
-    did not begin it all the same."""
+    """Return the parameters and the format by which answers to this prompt are read."""
     formats = answer_grammar.formats_of(served)
     answer = formats.answer(answer_grammar.tool_choice(body), prompt)
     if answer is not None and body.continue_final_message:
         answer = replace(answer, thinking=_still_thinking(prompt, answer))
     params = answer_grammar.with_budget(params, body, answer, served)
-    ends = () if body.ignore_eos else served.tokenizer.eos_ids
-    params, answer = with_content_stops(params, answer, ends)
-    begun = answer is not None and answer.thinking
-    quiet = template_variables(body).get("enable_thinking") is False and not begun
-    if params.structured_outputs is None or quiet:
-        return params, answer
-    grammar = formats.behind_thoughts(params.structured_outputs, answer)
-    return replace(params, structured_outputs=grammar), answer
+    return formats.divided(params, answer, template_variables(body))
 
 
 def _still_thinking(prompt: str, answer: AnswerFormat) -> bool:
