@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pageturner.server.observability import tier_metrics
 from pageturner.server.observability.metrics import Metrics, render
 
 FIGURES = {
@@ -21,7 +20,7 @@ def test_counts_go_on_when_the_engine_is_another() -> None:
     metrics.engine_stats(FIGURES)
     metrics.engine_lost()
     metrics.engine_stats(FIGURES | {"kv_file_hits": 2.0, "kv_file_state": 1.0})
-    told = tier_metrics.told(metrics.engine, metrics.counters)
+    told = metrics.tiers()
     assert told["file"]["hits"] == 9
     assert told["file"]["errors"] == 2
     assert told["file"]["bytes"] == 300
@@ -35,5 +34,5 @@ def test_counts_go_on_when_the_engine_is_another() -> None:
 def test_nothing_is_told_without_tiers() -> None:
     metrics = Metrics()
     metrics.engine_stats({"running": 1.0})
-    assert tier_metrics.told(metrics.engine, metrics.counters) == {}
+    assert metrics.tiers() == {}
     assert "kv_file_bytes" not in render(metrics, "m", True, {}).decode()

@@ -15,33 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pageturner.http.prometheus import Exposition, Histograms
+from pageturner.server.observability.metric_tables import expose, histograms_of
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
-# vLLM's buckets for all that is counted in seconds of a request
-SECONDS = (
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-    1920.0,
-    7680.0,
-)
-TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 QUEUE = "vllm:request_queue_time_seconds"
 PREFILL = "vllm:request_prefill_time_seconds"
 DECODE = "vllm:request_decode_time_seconds"
@@ -50,16 +26,6 @@ COMPUTED = "vllm:request_prefill_kv_computed_tokens"
 CHOICES = "vllm:request_params_n"
 LONGEST = "vllm:request_max_num_generation_tokens"
 PREEMPTED = "vllm:request_num_preemptions"
-HISTOGRAMS = {
-    QUEUE: ("Hand-over to the engine to the first step", SECONDS),
-    PREFILL: ("First step to first token", SECONDS),
-    DECODE: ("First token to last token", SECONDS),
-    INFERENCE: ("First step to last token", SECONDS),
-    COMPUTED: ("Prompt tokens of a request that no cache gave", TOKENS),
-    CHOICES: ("Choices that a request asks for", (1.0, 2.0, 5.0, 10.0, 20.0)),
-    PREEMPTED: ("Preemptions of a choice", (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)),
-    LONGEST: ("Tokens of the longest choice of a request", TOKENS),
-}
 # spans in which it is in a step
 COMPUTING = frozenset(["prefill", "recompute", "decode", "stalled"])
 MAX_CAUSES = 64
@@ -108,7 +74,7 @@ def phases_of(times: StreamTimes) -> RequestPhases | None:
 class PhaseMetrics:
     """seconds_by_part: of all choices that ended, by the parts of `Timings`."""
 
-    histograms: Histograms = field(default_factory=lambda: Histograms(HISTOGRAMS))
+    histograms: Histograms = field(default_factory=lambda: histograms_of("phase_histograms"))
     seconds_by_part: dict[str, float] = field(default_factory=dict)
 
     def add_times(self, times: StreamTimes) -> None:
@@ -140,5 +106,4 @@ class PhaseMetrics:
     def expose(self, exposition: Exposition) -> None:
         """Add all of it."""
         self.histograms.expose(exposition)
-        help = "Seconds of requests that ended, by cause: the parts of their timings, all choices together"
-        exposition.counter("pageturner:request_seconds", help, self.seconds_by_part, "part")
+        expose(exposition, {"request_seconds": self.seconds_by_part})

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from pageturner.http.prometheus import Exposition
+from pageturner.http.prometheus import Exposition, Values
+from pageturner.server.observability.metric_tables import expose
 from pageturner.telemetry.work import MachineLimits, WorkTotals
 
-HOW = "once `pageturner doctor` has measured this machine"
 NAMES = tuple(one.name for one in fields(WorkTotals))
 
 
@@ -43,21 +43,16 @@ class Utilisation:
         total, lately = self.total, self.lately
         if not total.step_seconds:
             return
-        exposition.counter("pageturner:step_seconds", "Seconds of all steps", total.step_seconds)
-        help = "Of these in forward passes and the choice of tokens"
-        exposition.counter("pageturner:kernel_seconds", help, total.kernel_seconds)
-        operations = {"int8": total.int8_operations, "fp32": total.fp32_operations}
-        help = "Of matrix products and attention, needed"
-        exposition.counter("pageturner:operations", help, operations, "type")
-        read = {"weights": total.weight_bytes, "kv": total.kv_bytes}
-        help = "Bytes that steps had to read, each once"
-        exposition.counter("pageturner:read_bytes", help, read, "source")
-        help = f"Shares of what this machine can do, over the time of the last steps; all of them {HOW}"
-        exposition.gauge("pageturner:utilisation", help, lately.shares(self.limits), "resource")
-        help = "GB/s read and GOP/s of products, over the time of the last steps"
-        exposition.gauge("pageturner:achieved", help, lately.achieved, "figure")
+        figures: dict[str, Values] = {
+            "step_seconds": total.step_seconds,
+            "kernel_seconds": total.kernel_seconds,
+            "operations": {"int8": total.int8_operations, "fp32": total.fp32_operations},
+            "read_bytes": {"weights": total.weight_bytes, "kv": total.kv_bytes},
+            "utilisation": lately.shares(self.limits),
+            "achieved": lately.achieved,
+        }
         if self.limits is not None:
             known = {one.name: getattr(self.limits, one.name) for one in fields(MachineLimits)}
             limits = {name: value for name, value in known.items() if value is not None}
-            help = "What this machine can do, same figures"
-            exposition.gauge("pageturner:machine_limit", help, limits, "figure")
+            figures["machine_limit"] = limits
+        expose(exposition, figures)
