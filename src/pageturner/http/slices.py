@@ -1,4 +1,5 @@
-"""Long work of the event loop, in slices between which others go on.
+"""Long work that must not hold up the event loop: in slices between which others go on, or by a
+thread of its own.
 
 Owns how long a slice is. Must not know what is done in it.
 """
@@ -6,8 +7,10 @@ Owns how long a slice is. Must not know what is done in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 from pageturner.http.memory_reserve import MemoryReserve, out_of_memory
@@ -35,3 +38,34 @@ async def in_slices(parts: Generator[None, None, T], memory: MemoryReserve | Non
     except StopIteration as end:
         whole: T = end.value
         return whole
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Return what `work` returns or raises, by a thread of its own that holds up nobody, not even
+    the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(found: T | None, error: Exception | None) -> None:
+        if future.done():  # nobody wants it any more
+            return
+        if error is None:
+            future.set_result(found)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+            future.exception()  # whoever waited has been told; nobody else has to be
+
+    def run() -> None:
+        found, error = None, None
+        try:
+            found = work()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+            loop.call_soon_threadsafe(settle, found, error)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:  # there is no memory for it
+        raise out_of_memory() from None
+    return future

@@ -14,10 +14,8 @@ root of a trace of its own, with a link to the request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -26,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import pageturner
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.http.request_info import CLIENT_LEFT, MAX_PATH, TRACE, RequestInfo, is_watching
+from pageturner.http.slices import in_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -89,15 +88,15 @@ def check_endpoint(url: str) -> str:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.port != 0
     except ValueError:
-        raise EngineFault("bad_setting", f"{message}; what was given is none") from None
+        raise bad_setting(f"{message}; what was given is none") from None
     if not good:
-        raise EngineFault("bad_setting", f"{message}, not {_without_password(url)!r}")
+        raise bad_setting(f"{message}, not {_without_password(url)!r}")
     try:
         found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
     except ModuleNotFoundError:
         found = None
     if found is None or importlib.util.find_spec("opentelemetry.sdk") is None:
-        raise EngineFault("bad_setting", MISSING)
+        raise bad_setting(MISSING)
     return url if parts.path.strip("/") else parts._replace(path=PATH).geturl()
 
 
@@ -321,18 +320,8 @@ class Traces:
         """Have what is left sent, for CLOSE_SECONDS at most."""
         if self._late:
             await asyncio.wait(self._late, timeout=CLOSE_SECONDS)
-        loop, closed = asyncio.get_running_loop(), asyncio.Event()
-
-        def shut() -> (
-            None
-        ):  # on a thread that a collector which does not answer keeps, and nobody waits for
-            self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop may have ended
-                loop.call_soon_threadsafe(closed.set)
-
-        threading.Thread(target=shut, daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(closed.wait(), CLOSE_SECONDS)
+        # on a thread that a collector which does not answer keeps, and nobody waits for
+        await asyncio.wait({in_thread(self._provider.shutdown)}, timeout=CLOSE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

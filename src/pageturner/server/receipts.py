@@ -7,24 +7,20 @@ become a receipt. Must not know the form of one (text/receipt.py) nor how answer
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats.model_hash import model_hash, model_marks
 from pageturner.http.error_responses import error_body
-from pageturner.http.memory_reserve import out_of_memory
 from pageturner.http.responses import sse_event
+from pageturner.http.slices import in_thread
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.replies import Reply
 from pageturner.text import receipt as form
 from pageturner.text.output_stream import OutputStream
 from pageturner.text.receipt import Receipt, ReceiptInput
-
-T = TypeVar("T")
 
 # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
 MUCH = 1 << 14
@@ -100,37 +96,6 @@ class Receipts:
         if model_marks(self._model) != self._marks:
             message = "the model's files were changed while they were served, so no receipt can name them:"
             raise ClientError(409, "model_changed", f"{message} the server must be started anew")
-
-
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Return what `work` returns or raises, by a thread of its own that holds up nobody, not even
-    the end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(found: T | None, error: Exception | None) -> None:
-        if future.done():  # nobody wants it any more
-            return
-        if error is None:
-            future.set_result(found)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
-            future.exception()  # whoever waited has been told; nobody else has to be
-
-    def run() -> None:
-        found, error = None, None
-        try:
-            found = work()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-            loop.call_soon_threadsafe(settle, found, error)
-
-    try:
-        threading.Thread(target=run, daemon=True).start()
-    except RuntimeError:  # there is no memory for it
-        raise out_of_memory() from None
-    return future
 
 
 def size_of(call: Call, streams: Sequence[OutputStream]) -> int:

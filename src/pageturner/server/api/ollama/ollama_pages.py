@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from pageturner.http.receiving import again, read_body
 from pageturner.http.responses import json_response
+from pageturner.http.slices import in_thread
 from pageturner.server.admission.metered import metered
 from pageturner.server.admission.service_level import service_level_of
 from pageturner.server.api.base import answer_grammar
@@ -27,7 +28,6 @@ from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.ollama.model_files import ModelFiles, model_files
 from pageturner.server.api.ollama.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
-from pageturner.server.receipts import in_thread
 from pageturner.server.service import Service
 from pageturner.text.fim import fim_tokens
 
