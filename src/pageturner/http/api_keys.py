@@ -61,7 +61,7 @@ class ApiKey:
 ANYBODY = ApiKey()  # who asks a server without keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ApiKeys:
     """The API keys of a server. Without any, no request needs a key."""
 
@@ -90,29 +90,22 @@ def single_key(key: str) -> ApiKeys:
     return ApiKeys((ApiKey(sha256=hashlib.sha256(key.encode()).digest()),) if key else ())
 
 
-class KeyRing:
+class KeyRing(ApiKeys):
     """The API keys in force. The key file can be read again while the server runs."""
 
     def __init__(self, listed: str, file: str) -> None:
+        super().__init__(read_api_keys(listed, file).keys)
         self._listed = listed
         self._file = file
-        self.keys = read_api_keys(listed, file)
-
-    def find(self, authorization: bytes) -> ApiKey | None:
-        return self.keys.find(authorization)
-
-    @property
-    def needed(self) -> bool:
-        return self.keys.needed
 
     def reload(self) -> None:
         """Read the key file again. If it is invalid, the previous keys stay in force."""
         try:
-            self.keys = read_api_keys(self._listed, self._file)
+            self.keys = read_api_keys(self._listed, self._file).keys
         except EngineFault as fault:
             log.error("the keys stay as they were: %s", fault.message)
         else:
-            log.info("the keys were read again: %d", len(self.keys.keys))
+            log.info("the keys were read again: %d", len(self.keys))
 
 
 def read_api_keys(listed: str, file: str) -> ApiKeys:

@@ -7,77 +7,37 @@ the engine's own failures. Must not know what can be wrong.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
 
+import msgspec
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from pageturner.errors import ClientError, lacks_memory
-from pageturner.http.memory_reserve import OUT_OF_MEMORY, out_of_memory
+from pageturner.http.memory_reserve import out_of_memory
 from pageturner.http.responses import encode
 from pageturner.request import Failure
 
-TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "PayloadTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "RateLimitError",
-    431: "PayloadTooLargeError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
 
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+class _Tables(msgspec.Struct):
+    """The names that vLLM and Anthropic have for the errors of a status, and the status of the
+    engine's failures; all others are a 500. A passed deadline is a 504, as gateways translate
+    gRPC's DEADLINE_EXCEEDED: not the client's mistake (408 would say that it was slow to ask), nor
+    to be tried elsewhere, as a 503 is."""
 
-# of the engine's failures; all others are a 500. A passed deadline is a 504, as gateways translate
-# gRPC's DEADLINE_EXCEEDED: not the client's mistake (408 would say that it was slow to ask), nor to
-# be tried elsewhere, as a 503 is
-STATUS = {
-    "queue_full": 429,
-    "ttft_target_unreachable": 429,
-    "deadline_unreachable": 429,
-    "deadline_exceeded": 504,
-    "empty_prompt": 400,
-    "prompt_too_long": 400,
-    "kv_too_small": 400,
-    "nothing_to_generate": 400,
-    "nothing_allowed": 400,
-    "invalid_value": 400,
-    "invalid_grammar": 400,
-    "grammar_too_long": 400,
-    "grammar_too_expensive": 400,
-    "too_many_beams": 400,
-    "structured_outputs_unsupported": 400,
-    "adapter_not_found": 404,
-    "adapter_missing": 404,
-    "adapter_changed": 409,
-    "adapter_memory": 503,
-    "n_unsupported": 400,
-    "engine_gave_up": 503,
-    "engine_unavailable": 503,
-    "device_unavailable": 503,
-    "shutting_down": 503,
-    OUT_OF_MEMORY: 503,
-}
+    types: dict[int, str]
+    anthropic_types: dict[int, str]
+    status: dict[str, int]
 
-ErrorHandler = Callable[[HTTPRequest, Exception], Awaitable[Response]]
+
+_TABLES = msgspec.json.decode(Path(__file__).with_name("errors.json").read_bytes(), type=_Tables)
+TYPES = _TABLES.types
+STATUS = _TABLES.status
 
 
 def error_of(failure: Failure) -> ClientError:
@@ -94,17 +54,8 @@ def was_turned_away(failure: Failure) -> bool:
 def error_body(status: int, reason: str, message: str, param: str | None = None) -> bytes:
     """vLLM's error body (`code` is the status), and our own stable `reason`."""
     kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return encode(
-        {
-            "error": {
-                "message": message,
-                "type": kind,
-                "param": param,
-                "code": status,
-                "reason": reason,
-            }
-        }
-    )
+    error = {"message": message, "type": kind, "param": param, "code": status, "reason": reason}
+    return encode({"error": error})
 
 
 def ollama_error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
@@ -114,7 +65,9 @@ def ollama_error(status: int, reason: str, message: str, param: str | None = Non
 
 def anthropic_error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
     """Anthropic's: their kinds of errors, and our own stable `reason`."""
-    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    kind = _TABLES.anthropic_types.get(
+        status, "api_error" if status >= 500 else "invalid_request_error"
+    )
     error = {"type": kind, "message": message, "param": param, "reason": reason}
     return encode({"type": "error", "error": error})
 
@@ -131,6 +84,14 @@ def error_body_of(path: str, error: ClientError) -> bytes:
     return shape(error.status, error.code, error.message, error.param)
 
 
+def error_response(
+    path: str, error: ClientError, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return an error as the answer to what is asked under this path."""
+    content = error_body_of(path, error)
+    return Response(content, error.status, headers, "application/json")
+
+
 def unforeseen(error: BaseException | None = None) -> ClientError:
     """Return what a client is told of an unexpected error: that it may ask again, if only memory
     was lacking."""
@@ -139,13 +100,15 @@ def unforeseen(error: BaseException | None = None) -> ClientError:
     return ClientError(500, "internal_error", "something went wrong inside the server")
 
 
-def error_handlers(
+def application(
+    routes: Sequence[BaseRoute],
     not_found: str | Callable[[str], str],
     retry_after: Callable[[ClientError], int | None],
     rejected: Counter[str],
     refuse: Callable[[str], None] = lambda _: None,
-) -> dict[Any, ErrorHandler]:
-    """Return how an application answers errors: its own, and those of the web framework.
+) -> Starlette:
+    """Return the application of these routes, which answers errors in our form: its own, and those
+    of the web framework.
 
     not_found    what is said of a path that is not there, or makes that from the path
     retry_after  whole seconds after which a refused request may be sent again; None: it is no such
@@ -174,8 +137,10 @@ def error_handlers(
         if wait is not None:
             headers["retry-after"] = str(wait)
             rejected[client.code] += 1
-        content = error_body_of(request.scope["path"], client)
-        return Response(content, client.status, headers, "application/json")
+        return error_response(request.scope["path"], client, headers)
 
     # Starlette raises what it has an `Exception` for once more, and the request log names it
-    return dict.fromkeys((ClientError, HTTPException, MemoryError, Exception), answer)
+    handlers = dict.fromkeys((ClientError, HTTPException, MemoryError, Exception), answer)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to an address that a proxy in front need not have
+    return app

@@ -20,14 +20,14 @@ import errno
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import httptools
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 # bytes; of an answer that its client does not read, twice as many wait here at most
 READ_AT_ONCE = 64 * 1024
@@ -89,7 +89,7 @@ def parse_address(url: str, name: str, roots: str = "") -> ServerAddress:
     plain = url.isascii() and url.isprintable() and " " not in url
     known = parts.scheme in ("http", "https") and not parts.username and not parts.query
     if not known or not parts.hostname or not port or not plain:
-        raise EngineFault("bad_setting", f"{name} is given as http://HOST:PORT, not {url!r}")
+        raise bad_setting(f"{name} is given as http://HOST:PORT, not {url!r}")
     tls = _client_context(roots) if parts.scheme == "https" else None
     return ServerAddress(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"), tls)
 
@@ -99,7 +99,7 @@ def _client_context(roots: str) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=roots or None)
     except OSError as error:
         message = f"cannot read certificates from {roots}: {error.strerror or error}"
-        raise EngineFault("bad_setting", message) from error
+        raise bad_setting(message) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
@@ -319,12 +319,16 @@ def request_bytes(
 
 
 async def get(
-    address: ServerAddress, path: str, timeout: float, most: int = MAX_REST
+    address: ServerAddress,
+    path: str,
+    timeout: float,
+    most: int = MAX_REST,
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> tuple[int, bytes]:
     """Status and body of a page of at most `most` bytes. timeout: seconds for the connection, for
     the beginning and for the rest. Raises ConnectionLost."""
     async with connect(address, timeout, timeout) as exchange:
-        await exchange.send(request_bytes(address, "GET", path, [], b""))
+        await exchange.send(request_bytes(address, "GET", path, list(headers), b""))
         return exchange.status, await exchange.read_rest(most)
 
 

@@ -66,22 +66,18 @@ class HttpLimits:
 def limits_of(config: HttpConfig) -> HttpLimits:
     """Return the limits in a server's settings, with no more connections than this process may open
     files."""
+    connections = config.max_connections
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY:
+        connections = max(1, min(connections, files - SPARE_FILES))
     return HttpLimits(
-        connections=_affordable(
-            config.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        ),
+        connections=connections,
         head_seconds=config.header_timeout,
         body_seconds=config.body_timeout,
         unread_seconds=config.send_timeout,
         body_bytes=config.max_body_size,
         body_memory=max(config.max_body_memory, config.max_body_size + SMALL_BODY),
     )
-
-
-def _affordable(wanted: int, files: int) -> int:
-    """Connections, when a process may have so many files open (RLIM_INFINITY: as many as it
-    likes)."""
-    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - SPARE_FILES))
 
 
 class Connection(Protocol):

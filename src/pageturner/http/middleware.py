@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.http.api_keys import ANYBODY, ApiKeys, KeyRing
-from pageturner.http.error_responses import error_body_of, unforeseen
+from pageturner.http.api_keys import ANYBODY, ApiKeys
+from pageturner.http.error_responses import error_response, unforeseen
 from pageturner.http.origins import EVERYTHING, OriginRules
 from pageturner.http.receiving import canonical_path, check_body, discard
 from pageturner.http.request_info import CLIENT_LEFT, RequestInfo, is_safe_id, is_watching
@@ -69,7 +69,7 @@ class RequestMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        keys: ApiKeys | KeyRing,
+        keys: ApiKeys,
         max_body_size: int,
         rules: OriginRules = EVERYTHING,
         uploads: Mapping[str, int] = NO_UPLOADS,
@@ -108,8 +108,8 @@ class RequestMiddleware:
         except Exception as error:
             log.exception("request %s failed", info.id, extra={"fields": {"request_id": info.id}})
             if info.status == 0:
-                told = unforeseen(error)
-                await _respond(answer, told.status, error_body_of(scope["path"], told))
+                refusal = error_response(scope["path"], unforeseen(error))
+                await refusal(scope, receive, answer)
         finally:
             seconds = time.monotonic() - begin
             if log.isEnabledFor(level := info.log_level(scope["path"], OPEN_PATHS)):
@@ -132,9 +132,8 @@ class RequestMiddleware:
         try:
             self._admit(scope, headers, info)
         except ClientError as error:
-            content = error_body_of(scope["path"], error)
-            more = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
-            await _respond(send, error.status, content, *more)
+            more = {"www-authenticate": "Bearer"} if error.status == 401 else None
+            await error_response(scope["path"], error, more)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         most = self._uploads.get(scope["path"], self._most)
@@ -171,21 +170,9 @@ class RequestMiddleware:
         """Answer before reading. Then read on a while: closing at once would reset the connection
         under the answer of a client that first writes everything."""
         error = ClientError(413, "body_too_large", f"a request body may have {most} bytes")
-        content = error_body_of(path, error)
-        headers = _headers(content, (b"connection", b"close"))
+        refusal = error_response(path, error, {"connection": "close"})
+        headers = refusal.raw_headers
         await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
         await discard(receive)
         await send({"type": "http.response.body", "body": b""})
-
-
-def _headers(content: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    length = (b"content-length", str(len(content)).encode())
-    return [(b"content-type", b"application/json"), length, *more]
-
-
-async def _respond(send: Send, status: int, content: bytes, *more: tuple[bytes, bytes]) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": _headers(content, *more)}
-    )
-    await send({"type": "http.response.body", "body": content})

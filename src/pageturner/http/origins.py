@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, bad_setting
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -83,7 +83,7 @@ def origin_rules(host: str, allowed_hosts: str, allowed_origins: str) -> OriginR
     for origin in _listed(allowed_origins):
         if not _ORIGIN.fullmatch(origin):
             message = f"allowed_origins: an origin is https://HOST or https://HOST:PORT, or *, not {origin!r}"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
     try:
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -53,19 +53,16 @@ def check_body(method: str, path: str, headers: dict[bytes, bytes]) -> None:
     """ClientError 415 for a body that is no JSON or not sent as it is: what it would cost is told
     from its bytes. What curl says of `-d` alone passes, unless a browser has said it: those name a
     page."""
-    _check_encoding(headers.get(b"content-encoding", b""))
+    encoding = headers.get(b"content-encoding", b"")
+    if encoding.strip().lower() not in PLAIN:
+        named = ascii(encoding[:40].decode("latin-1"))
+        message = f"Content-Encoding {named} is not supported: send the body as it is"
+        raise ClientError(415, "unsupported_encoding", message)
     kind = headers.get(b"content-type", b"application/json")
     if method != "POST" or JSON.fullmatch(kind) or path in FORMS:
         return
     if kind != CURL or b"origin" in headers or b"sec-fetch-site" in headers:
         raise ClientError(415, "unsupported_media_type", "send Content-Type: application/json")
-
-
-def _check_encoding(encoding: bytes) -> None:
-    if encoding.strip().lower() not in PLAIN:
-        named = ascii(encoding[:40].decode("latin-1"))
-        message = f"Content-Encoding {named} is not supported: send the body as it is"
-        raise ClientError(415, "unsupported_encoding", message)
 
 
 async def until_client_leaves(receive: Receive) -> None:

@@ -18,6 +18,15 @@ MARK = b":pt "
 BEGIN = MARK + b"begin "
 ALIVE = MARK + b"alive\n\n"  # behind what belongs to no token yet: it may be passed on
 LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on elsewhere
+RESPONSES = "/v1/responses"  # its streams move, too, and are kept where they end
+# the other paths whose streams move: one prompt, and an answer of one choice
+STREAMED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/api/chat",
+    "/api/generate",
+)
 
 
 class StreamBeginning(msgspec.Struct, omit_defaults=True):
@@ -29,6 +38,17 @@ class StreamBeginning(msgspec.Struct, omit_defaults=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     created: Annotated[int, Meta(ge=0, le=2**53)]
     items: str = ""
+
+
+class MovedStream(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far;
+    begun: what the first server said of it; told: that, too, what stands before the first token."""
+
+    path: str
+    body: str
+    begun: StreamBeginning
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    told: bool = False
 
 
 def token_mark(token: int) -> bytes:

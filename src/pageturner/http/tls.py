@@ -16,7 +16,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from pageturner.config.settings import HttpConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.http.http_limits import OpenConnections
 from pageturner.http.http_protocol import BoundedProtocol
 
@@ -32,18 +32,13 @@ class Certificates:
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
-        self.context = server_context(
-            config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password
-        )
+        self.context = server_context(config)
 
     def reload(self) -> None:
         """Read the files again, for connections from now on. Where that fails all stays as it
         was."""
-        config = self._config
         try:
-            self.context = server_context(
-                config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password
-            )
+            self.context = server_context(self._config)
         except EngineFault as fault:
             log.error("the certificate stays as it was: %s", fault.message)
         else:
@@ -54,36 +49,35 @@ def certificates_of(config: HttpConfig) -> Certificates | None:
     """Return the certificates of a server with these settings; None: it speaks plain HTTP.
     EngineFault as above."""
     if not config.ssl_certfile and (config.ssl_keyfile or config.ssl_keyfile_password):
-        raise EngineFault(
-            "bad_setting", "--ssl-keyfile is the key of a certificate: give --ssl-certfile too"
-        )
+        raise bad_setting("--ssl-keyfile is the key of a certificate: give --ssl-certfile too")
     return Certificates(config) if config.ssl_certfile else None
 
 
-def server_context(certfile: str, keyfile: str, password: str) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate and its key, both PEM. keyfile "": it is in the same
-    file."""
-    keyfile = keyfile or certfile
+def server_context(config: HttpConfig) -> ssl.SSLContext:
+    """TLS 1.2 or newer with the certificate and its key, both PEM. Without a key file the key is in
+    the same file."""
+    certfile = config.ssl_certfile
+    keyfile = config.ssl_keyfile or certfile
     for path in (certfile, keyfile):  # what OpenSSL says does not name the file
         try:
             with open(path, "rb"):
                 pass
         except OSError as error:
-            raise EngineFault("bad_setting", f"cannot read {path}: {error.strerror}") from error
+            raise bad_setting(f"cannot read {path}: {error.strerror}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     try:
         # without it OpenSSL would ask a terminal
-        context.load_cert_chain(certfile, keyfile, lambda: password)
+        context.load_cert_chain(certfile, keyfile, lambda: config.ssl_keyfile_password)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error)
         message = (
             f"cannot use the certificate {certfile} with the key {keyfile}: {reason}. Both are PEM files that"
             " belong together; an encrypted key needs --ssl-keyfile-password"
         )
-        raise EngineFault("bad_setting", message) from error
+        raise bad_setting(message) from error
     return context
 
 

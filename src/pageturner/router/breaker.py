@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
 STRIKES = 3  # failures in a row
 RECENT = 20  # outcomes that are remembered, for RECENT_SECONDS
@@ -78,6 +77,7 @@ class Breaker:
 
     clock         seconds, never going back
     times_aside   how often it was put aside
+    patience      seconds for which it was put aside last
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,18 +87,13 @@ class Breaker:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=RECENT)
         self._strikes = self._doubts = self._trials = 0
         self._aside_until: float | None = None
-        self._patience = 0.0
+        self.patience = 0.0
         self._back_at = float("-inf")
 
     @property
     def aside(self) -> bool:
         """Return whether the replica is put aside."""
         return self._aside_until is not None
-
-    @property
-    def patience(self) -> float:
-        """Seconds for which it was put aside last."""
-        return self._patience
 
     @property
     def share(self) -> float:
@@ -165,8 +160,8 @@ class Breaker:
     def _put_aside(self) -> None:
         now = self._clock()
         calm = not self.aside and now - self._back_at > MAX_PATIENCE
-        self._patience = FIRST_PATIENCE if calm else min(2 * self._patience, MAX_PATIENCE)
-        self._aside_until = now + self._patience
+        self.patience = FIRST_PATIENCE if calm else min(2 * self.patience, MAX_PATIENCE)
+        self._aside_until = now + self.patience
         self._strikes = self._doubts = self._trials = 0
         self.times_aside += 1
 
@@ -186,12 +181,7 @@ class Attempts:
     def __enter__(self) -> Attempts:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for attempt in self._all:
             attempt.dropped()
 

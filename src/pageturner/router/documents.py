@@ -20,6 +20,7 @@ from starlette.responses import Response
 from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http import http_client
+from pageturner.http.decoding import decoded
 from pageturner.http.error_responses import TYPES
 from pageturner.http.http_client import ConnectionLost
 from pageturner.http.web_pages import docs_page
@@ -61,10 +62,10 @@ class RouterDocuments:
             status, body = await http_client.get(
                 replica.address, "/openapi.json", self._config.health_timeout
             )
-            made = msgspec.json.decode(body, type=dict[str, Any])
-        except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except ConnectionLost as error:
             raise ClientError(502, "replica_lost", f"no document: {error}") from None
-        if status != 200 or not isinstance(made.get("paths"), dict):
+        made = decoded(body, dict[str, Any])
+        if status != 200 or made is None or not isinstance(made.get("paths"), dict):
             raise ClientError(502, "replica_lost", "the replica has no document")
         return made
 

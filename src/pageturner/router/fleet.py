@@ -21,8 +21,10 @@ import msgspec
 from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http import http_client
+from pageturner.http.decoding import decoded
 from pageturner.http.http_client import AnswerPieces, ConnectionLost, ServerAddress
 from pageturner.router.breaker import Breaker
+from pageturner.router.forwarding import told_error
 from pageturner.router.load_balancer import PLACEMENTS, LoadBalancer, PrefixMap
 from pageturner.router.replica import Member, Replica, ReplicaRequest
 from pageturner.router.request_hints import CHUNK_TOKENS, RequestHints
@@ -312,12 +314,8 @@ class Fleet:
         patience = self._config.health_timeout
         replica.tokens.ask()
         status, body = await http_client.get(replica.address, "/load", patience, MAX_PAGE)
-        try:
-            load = (
-                msgspec.json.decode(body, type=_Load) if status == 200 else _Load(0, replica.role)
-            )
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            load = _Load(0, replica.role)
+        found = decoded(body, _Load) if status == 200 else None
+        load = found or _Load(0, replica.role)
         replica.role = load.role
         replica.others = max(load.server_load - max(before, replica.open), 0)
         tokens = load.predicted_tokens
@@ -338,7 +336,4 @@ def trouble_in(status: int, body: bytes) -> str:
     """Return what a /health that is not 200 says, such as how much of a model is fetched."""
     if status == 200:
         return ""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])[:MAX_TROUBLE]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
-        return f"its /health says {status}"
+    return told_error(body).message[:MAX_TROUBLE] or f"its /health says {status}"

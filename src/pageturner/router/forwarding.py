@@ -1,4 +1,5 @@
-"""The requests that a router passes on to a replica, and which headers, in both directions.
+"""The requests that a router passes on to a replica, which headers, in both directions, and how an
+error of a replica is read.
 
 Owns the list of paths, and of headers that are meant for neighbours. Must not know how a request is
 passed on.
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 from starlette.types import Scope
 
 from pageturner.errors import ClientError
 from pageturner.http import http_client
+from pageturner.http.decoding import decoded
 from pageturner.http.http_client import Headers
 from pageturner.http.request_info import ELAPSED
-from pageturner.http.stream_marks import MOVES
+from pageturner.http.stream_marks import MOVES, STREAMED
 from pageturner.router.request_hints import DigestPrefix, no_prefix, prefix_digests
 
 STREAMS = (
@@ -70,14 +73,30 @@ def is_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(STREAMS) for name, value in headers)
 
 
-# what begins as its earlier requests began goes where those went
-_BY_PREFIX = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/messages",
-    "/api/chat",
-    "/api/generate",
-)
+class ToldError(msgspec.Struct):
+    """An error as its receiver reads it."""
+
+    message: str = ""
+    reason: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    """An error of any shape: Ollama's has its reason beside the sentence."""
+
+    error: ToldError | str
+    reason: str = ""
+
+
+def told_error(body: bytes) -> ToldError:
+    """Return the error in the body of an answer; an empty one where there is none."""
+    found = decoded(body, _ErrorBody)
+    if found is None:
+        return ToldError()
+    if isinstance(found.error, str):
+        return ToldError(found.error, found.reason)
+    return found.error
+
+
 _ANYWHERE = (
     "/v1/messages/count_tokens",
     "/v1/embeddings",
@@ -97,7 +116,8 @@ _ANYWHERE = (
 # of a model, and of any replica that has it; the lists of models: model_lists.py
 _PAGES = ("/api/version", "/api/ps", "/v1/models/{id:path}", "/props", "/tokenizer_info")
 RELAYED: tuple[tuple[str, str, DigestPrefix], ...] = (
-    *(("POST", path, prefix_digests) for path in _BY_PREFIX),
+    # what begins as its earlier requests began goes where those went
+    *(("POST", path, prefix_digests) for path in STREAMED),
     *(("POST", path, no_prefix) for path in _ANYWHERE),
     *(("GET", path, no_prefix) for path in _PAGES),
 )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pageturner.errors import ClientError
+from pageturner.http.decoding import decoded
 from pageturner.http.http_client import ServerAddress
 from pageturner.router.fleet import Fleet
 from pageturner.router.replica import Replica
@@ -82,12 +83,11 @@ def by_id(fleet: Fleet, body: bytes, id: str, owner: bytes) -> RoutingConstraint
 def by_previous(fleet: Fleet, body: bytes, id: str, owner: bytes) -> RoutingConstraint:
     """Return the constraint of a request for a new answer: the replica that keeps the answer behind
     which it goes on."""
-    try:
-        asked = msgspec.json.decode(body, type=_Body)
-        previous = msgspec.json.decode(asked.previous_response_id)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    asked = decoded(body, _Body)
+    if asked is None:
         return RoutingConstraint(tagged=True, owner=owner)
-    only = _keeper(fleet, previous, owner) if isinstance(previous, str) else None
+    previous = decoded(asked.previous_response_id, str)
+    only = None if previous is None else _keeper(fleet, previous, owner)
     once = bytes(asked.background) == b"true"
     return RoutingConstraint(only=only, tagged=True, once=once, owner=owner)
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import single_key
+from pageturner.http.decoding import decode_body
 from pageturner.http.receiving import read_body
 from pageturner.http.responses import json_response
 from pageturner.router.fleet import Fleet
@@ -41,7 +42,9 @@ class MemberPages:
         self._admit(request)
         if request.method == "GET":
             return json_response({"object": "list", "data": self._told()})
-        body = await self._body(request)
+        raw = await read_body(request.receive, MAX_BODY)
+        wanted = 'the body is {"url": "http://HOST:PORT", "models": [...]}'
+        body = decode_body(raw, Registration, wanted)
         if request.method == "DELETE":
             self._members.unregister(body.url)
             return json_response({"url": body.url, "deleted": True})
@@ -57,14 +60,6 @@ class MemberPages:
         if self._key.find(request.headers.get("authorization", "").encode()) is None:
             message = "send the key of --register-key as 'Authorization: Bearer KEY'"
             raise ClientError(403, "invalid_register_key", message)
-
-    async def _body(self, request: HTTPRequest) -> Registration:
-        raw = await read_body(request.receive, MAX_BODY)
-        try:
-            return msgspec.json.decode(raw, type=Registration)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            message = f'the body is {{"url": "http://HOST:PORT", "models": [...]}}: {error}'
-            raise ClientError(400, "invalid_json", message) from error
 
     def _told(self) -> list[dict[str, Any]]:
         left = {str(one.address): seconds for one, seconds in self._members.registered.items()}

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pageturner.config.settings import RouterConfig
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, EngineFault, bad_setting
 from pageturner.http.http_client import parse_address
-from pageturner.router.replica import Member, parse_member, split_names
+from pageturner.router.replica import Member
 
 log = logging.getLogger("pageturner")
 
 MAX_MEMBERS = 1024  # of all sources together
 MAX_FILE = 1 << 20  # bytes of a file of replicas
 RESOLVED = "dns+"  # in front of an URL: each address of its name is a replica
+_NAMED = re.compile(r"([^=:/?#][^=:?#]*)=(.+)")
 MAX_URL = 512  # characters of a registered one
 MAX_MODELS = 64  # names with which one registers
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # (name, port): addresses
@@ -45,6 +47,17 @@ class Listed:
     names: tuple[Member, ...] = ()
 
 
+def split_names(text: str) -> tuple[tuple[str, ...], str]:
+    """`NAME[,NAME...]=URL`, or an URL alone: the names, and the URL. EngineFault('bad_setting')."""
+    found = _NAMED.fullmatch(text)
+    if found is None:
+        return (), text
+    names = tuple(name.strip() for name in found[1].split(","))
+    if not all(names):
+        raise bad_setting(f"a replica is given as NAME,NAME=http://HOST:PORT, not {text!r}")
+    return names, found[2]
+
+
 def listed(words: Iterable[str], roots: str = "") -> Listed:
     """Return the replicas in a list. EngineFault('bad_setting') if one is invalid or listed
     twice."""
@@ -57,16 +70,16 @@ def listed(words: Iterable[str], roots: str = "") -> Listed:
                 message = (
                     f"a name that is resolved is given as {RESOLVED}http://NAME:PORT, not {word!r}"
                 )
-                raise EngineFault("bad_setting", message)
+                raise bad_setting(message)
             names.append(Member(parse_address(url, "a replica"), models))
         else:
-            members.append(parse_member(word, roots))
+            members.append(Member(parse_address(url, "a replica", roots), models))
     addresses = [one.address for one in (*members, *names)]
     for address in addresses:
         if addresses.count(address) > 1:
-            raise EngineFault("bad_setting", f"{address} is there twice")
+            raise bad_setting(f"{address} is there twice")
     if len(addresses) > MAX_MEMBERS:
-        raise EngineFault("bad_setting", f"{len(addresses)} replicas: a router takes {MAX_MEMBERS}")
+        raise bad_setting(f"{len(addresses)} replicas: a router takes {MAX_MEMBERS}")
     return Listed(tuple(members), tuple(names))
 
 
@@ -77,14 +90,14 @@ def read_file(path: str, roots: str = "") -> Listed:
             raw = file.read(MAX_FILE + 1)
         text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise EngineFault("bad_setting", f"cannot read replicas from {path}: {error}") from error
+        raise bad_setting(f"cannot read replicas from {path}: {error}") from error
     if len(raw) > MAX_FILE:
-        raise EngineFault("bad_setting", f"{path} is larger than {MAX_FILE} bytes")
+        raise bad_setting(f"{path} is larger than {MAX_FILE} bytes")
     lines = (line.split("#", 1)[0].strip() for line in text.splitlines())
     try:
         return listed(filter(None, lines), roots)
     except EngineFault as error:
-        raise EngineFault("bad_setting", f"{path}: {error}") from error
+        raise bad_setting(f"{path}: {error}") from error
 
 
 @dataclass(slots=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.http import http_client
+from pageturner.http.decoding import decoded
 from pageturner.http.http_client import ConnectionLost
 from pageturner.http.responses import json_response
-from pageturner.router.forwarding import forwarded_headers
+from pageturner.router.forwarding import forwarded_headers, told_error
 from pageturner.router.proxy import Relay, Router
 from pageturner.router.replica import ReplicaRequest
 from pageturner.router.request_hints import RequestHints, no_prefix
@@ -58,12 +58,12 @@ class ModelList:
     async def _ask(self, scope: Scope, model: str) -> list[dict[str, Any]] | ClientError:
         """The list of a replica that answers for this model; what it says instead."""
         fleet, key = self._router.fleet, LISTS[self._path][0]
-        replica = fleet.choose(RequestHints(model=model), ())
+        hints = RequestHints(model=model)
+        replica = fleet.choose(hints, ())
         if replica is None:
             return ClientError(
                 503, "no_replica", f"no replica for {model!r} is there: try again in a moment"
             )
-        hints = RequestHints(model=model)
         request = ReplicaRequest("GET", self._path, forwarded_headers(scope), hints=hints)
         try:
             async with (
@@ -72,22 +72,13 @@ class ModelList:
             ):
                 status = exchange.status
                 raw = await exchange.read_rest(http_client.MAX_REST, LIST_SECONDS)
-            found = msgspec.json.decode(raw, type=dict[str, Any])
-        except (
-            ConnectionLost,
-            TimeoutError,
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-            RecursionError,
-        ) as error:
+        except (ConnectionLost, TimeoutError) as error:
             return ClientError(502, "replica_lost", f"no list of models: {error}")
+        found = decoded(raw, dict[str, Any])
+        if found is None:
+            return ClientError(502, "replica_lost", "no list of models: it is no JSON object")
         entries = found.get(key)
         if status != 200 or not isinstance(entries, list):
-            return ClientError(status if status >= 400 else 502, "models_refused", _reason(found))
+            message = f"a replica does not list its models: {told_error(raw).message[:500]}"
+            return ClientError(status if status >= 400 else 502, "models_refused", message)
         return [entry for entry in entries if isinstance(entry, dict)]
-
-
-def _reason(found: dict[str, Any]) -> str:
-    error = found.get("error")
-    told = error.get("message") if isinstance(error, dict) else error
-    return f"a replica does not list its models: {str(told)[:500]}"

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pageturner.config.settings import RouterConfig
@@ -41,7 +40,7 @@ from pageturner.http.responses import sse_event
 from pageturner.http.stream_marks import MOVES, RESUME
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet
-from pageturner.router.forwarding import forwarded_headers, is_stream, kept_headers
+from pageturner.router.forwarding import forwarded_headers, is_stream, kept_headers, told_error
 from pageturner.router.keepers import ANYWHERE, RoutingConstraint, anywhere, tagged
 from pageturner.router.replica import Replica, ReplicaRequest
 from pageturner.router.request_hints import DigestPrefix, RequestHints, hints_of
@@ -52,11 +51,9 @@ ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, 
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own
 # deadline
 FAILURES = (500, 502, 503)
-POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
-MAX_REFUSAL, REFUSAL_SECONDS = (
-    64 * 1024,
-    5.0,
-)  # bytes of such an answer, and the time that they may take
+POISON = "poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
+# bytes of such an answer, and the time that they may take
+MAX_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0
 MOVE_PAUSE = 0.1  # seconds between two looks for one
 MAX_MOVES = 50  # that are remembered
 PATIENT_SECONDS = (
@@ -166,17 +163,6 @@ class Refusal:
     status: int
     headers: Headers
     body: bytes
-
-
-class _ErrorReason(msgspec.Struct):
-    reason: str = ""
-
-
-class _ErrorBody(msgspec.Struct):
-    """An error of any shape: Ollama's has its reason beside the sentence."""
-
-    error: _ErrorReason | str
-    reason: str = ""
 
 
 class Relay:
@@ -451,15 +437,7 @@ def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun:
 
 
 def _is_poison(refusal: Refusal) -> bool:
-    if refusal.status != 500 or POISON not in refusal.body:
-        return False
-    try:
-        body = msgspec.json.decode(refusal.body, type=_ErrorBody)
-        return (
-            body.reason if isinstance(body.error, str) else body.error.reason
-        ).encode() == POISON
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+    return refusal.status == 500 and told_error(refusal.body).reason == POISON
 
 
 def _last_words(lost: ConnectionLost, last: bytes, path: str) -> bytes:

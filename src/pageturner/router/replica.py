@@ -7,20 +7,17 @@ Owns its state as data. Must not know how it is asked (fleet.py), nor where its 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from pageturner.errors import EngineFault
-from pageturner.http.http_client import Exchange, Headers, ServerAddress, parse_address
+from pageturner.http.http_client import Exchange, Headers, ServerAddress
 from pageturner.router.breaker import Breaker
 from pageturner.router.load_balancer import ReplicaLoad
 from pageturner.router.request_hints import NO_HINTS, RequestHints
 
 LEAST_WEIGHT = 0.1  # of one that has just come
 FIRST_BYTES = 20  # times to first bytes that are remembered
-_NAMED = re.compile(r"([^=:/?#][^=:?#]*)=(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +27,6 @@ class Member:
 
     address: ServerAddress
     models: tuple[str, ...] = ()
-
-
-def split_names(text: str) -> tuple[tuple[str, ...], str]:
-    """`NAME[,NAME...]=URL`, or an URL alone: the names, and the URL. EngineFault('bad_setting')."""
-    found = _NAMED.fullmatch(text)
-    if found is None:
-        return (), text
-    names = tuple(name.strip() for name in found[1].split(","))
-    if not all(names):
-        raise EngineFault(
-            "bad_setting", f"a replica is given as NAME,NAME=http://HOST:PORT, not {text!r}"
-        )
-    return names, found[2]
-
-
-def parse_member(text: str, roots: str = "") -> Member:
-    """The replica in [NAME,...=]http://HOST:PORT. EngineFault('bad_setting') says what is wrong
-    with it."""
-    names, url = split_names(text)
-    return Member(parse_address(url, "a replica", roots), names)
 
 
 @dataclass(frozen=True, slots=True)

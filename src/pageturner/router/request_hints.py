@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from pageturner.http.decoding import decoded
+
 BYTES_PER_TOKEN = 4
 MAX_NAME = 256  # characters of a model's name; a longer one names none
 
@@ -50,14 +52,10 @@ class _Fields(msgspec.Struct):
     n_predict: msgspec.Raw = msgspec.Raw(b"")
 
 
-_decoder = msgspec.json.Decoder(_Fields)
-
-
 def hints_of(body: bytes, prefix: tuple[bytes, ...]) -> RequestHints:
     """Return the hints in this body."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    fields = decoded(body, _Fields)
+    if fields is None:
         return RequestHints(prefix)
     limits = (
         fields.max_tokens,
@@ -75,12 +73,7 @@ def _count(raw: msgspec.Raw) -> int:
 
 
 def _name(raw: msgspec.Raw) -> str:
-    if not bytes(raw).startswith(b'"'):
-        return ""
-    try:
-        name = msgspec.json.decode(raw, type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
+    name = decoded(raw, str) or ""
     return name if len(name) <= MAX_NAME else ""
 
 
@@ -107,9 +100,6 @@ class _Prompt(msgspec.Struct):
     messages: msgspec.Raw = _NOTHING
 
 
-_prompt_decoder = msgspec.json.Decoder(_Prompt)
-
-
 def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     """A digest for each whole chunk of what stands in a prompt: `system`, then what is asked.
     Bodies that begin alike, of one client, have digests that begin alike.
@@ -117,9 +107,8 @@ def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     authorization  the header of that name, or the key that came in its place: replicas keep the
                    caches of tenants apart, and so does the router
     """
-    try:
-        fields = _prompt_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    fields = decoded(body, _Prompt)
+    if fields is None:
         return ()
     kind = (
         authorization,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pageturner import logs
 from pageturner.config import settings as configuration
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.http import lifecycle
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     if not (arguments.replicas or config.replicas_file or config.register_key):
         message = "no replicas: give their addresses, --replicas-file, or --register-key"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     if config.replicas_file:
         read_file(config.replicas_file, config.ssl_ca)
     given, fleet = listed(arguments.replicas, config.ssl_ca), Fleet((), config)

@@ -13,19 +13,9 @@ import re
 
 import msgspec
 
-from pageturner.http.stream_marks import BEGIN, StreamBeginning
+from pageturner.http.decoding import UNREADABLE, decoded
+from pageturner.http.stream_marks import BEGIN, RESPONSES, STREAMED, MovedStream, StreamBeginning
 
-RESPONSES = "/v1/responses"
-MOVABLE = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/messages",
-        "/api/chat",
-        "/api/generate",
-        RESPONSES,
-    }
-)
 MAX_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
 MAX_HELD = 1 << 20  # bytes without a mark; what is longer is passed on, and cannot move meanwhile
 LONGEST_MARK = len(b":pt 4294967295\n\n")  # of those behind the first
@@ -34,14 +24,6 @@ _MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving)|alive)\n\n", r
 
 class _Streamed(msgspec.Struct):
     stream: bool = False
-
-
-class _Moved(msgspec.Struct):
-    path: str
-    body: str
-    begun: StreamBeginning
-    tokens: list[int]
-    told: bool
 
 
 class StreamCopy:
@@ -92,10 +74,8 @@ class StreamCopy:
     def _take(self, mark: re.Match[bytes]) -> None:
         beginning, token, leaving = mark.groups()
         if beginning is not None:
-            try:
-                self._begun = msgspec.json.decode(beginning, type=StreamBeginning)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self._plain = True
+            self._begun = decoded(beginning, StreamBeginning)
+            self._plain = self._plain or self._begun is None
         elif leaving is not None:
             self.leaving = True
         else:
@@ -119,18 +99,18 @@ class StreamCopy:
         """The body of the request by which another replica goes on."""
         assert self._begun is not None
         return msgspec.json.encode(
-            _Moved(self._path, self._body.decode(), self._begun, self.tokens, self.told)
+            MovedStream(self._path, self._body.decode(), self._begun, self.tokens, self.told)
         )
 
 
 def copy_of(method: str, path: str, body: bytes) -> StreamCopy | None:
     """Return a copy of the stream that may answer this request; None where it could not move."""
-    if method != "POST" or path not in MOVABLE or len(body) > MAX_BODY:
+    if method != "POST" or path not in (*STREAMED, RESPONSES) or len(body) > MAX_BODY:
         return None
     try:
         body.decode()
         if path == RESPONSES and not msgspec.json.decode(body, type=_Streamed).stream:
             return None  # a server that is drained finishes it: perhaps it alone can
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return StreamCopy(path, body)

@@ -17,7 +17,6 @@ import pageturner
 from pageturner.errors import ClientError
 from pageturner.http.responses import json_response
 from pageturner.ipc.channel import ForgetPrefixes
-from pageturner.server.observability import tier_metrics
 from pageturner.server.service import Service
 
 # settings that name places on this machine
@@ -86,7 +85,7 @@ class AboutPages:
                 "served_model_names": service.names,
                 "max_model_len": self._context(),
                 "engine": {name: value for name, value in engine.items() if name not in UNTOLD},
-                "kv_tiers": tier_metrics.told(service.metrics.engine, service.metrics.counters),
+                "kv_tiers": service.metrics.tiers(),
             }
         )
 
@@ -132,7 +131,7 @@ class AboutPages:
         """vLLM's, for measurements. Where there are several tenants it takes a key that may do such
         things, because it costs all of them."""
         service, info = self._service, request.scope["pageturner"]
-        if len({key.tenant for key in service.keys.keys.keys}) > 1 and not info.key.admin:
+        if len({key.tenant for key in service.keys.keys}) > 1 and not info.key.admin:
             message = "the prefixes are those of several tenants: send a key that is marked admin"
             raise ClientError(403, "invalid_admin_key", message)
         service.supervisor.tell(ForgetPrefixes())

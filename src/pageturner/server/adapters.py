@@ -1,7 +1,8 @@
 """The LoRA adapters of a server: their names, and what every engine process has to be told of them.
 
-Owns which names there are and which content each stands for, and the pages that change them. Must
-not know what is in a folder: the engine reads it, and says whether it is an adapter of this model.
+Owns which names there are and which content each stands for. Must not know who may change them
+(observability/admin_state.py), nor what is in a folder: the engine reads it, and says whether it is
+an adapter of this model.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import PlainTextResponse, Response
 
-from pageturner.errors import ClientError, EngineFault
-from pageturner.http.receiving import read_body
+from pageturner.errors import ClientError, EngineFault, bad_setting
 from pageturner.ipc.adapter_messages import (
     AdapterLoaded,
     AdaptersInMemory,
@@ -31,7 +29,6 @@ from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
 from pageturner.text.output_stream import OutputStream
 
-MAX_BODY = 65536  # bytes: a path may be long
 MAX_ADAPTERS = 10_000  # names
 MAX_TOLD = 1000  # adapters with metrics of their own, the first ones
 UNUSED_EVERY = 0.5  # seconds between two looks at who still has an adapter that was unloaded
@@ -49,9 +46,6 @@ class ServedAdapter:
     number: int
     loaded: asyncio.Future[AdapterLoaded]
     digest: str = ""
-    nbytes: int = 0
-    rank: int = 0
-    base: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     requests: int = 0
     tokens: int = 0
@@ -73,15 +67,13 @@ class ServedAdapters:
         self._entries: dict[str, ServedAdapter] = {}
         # by a name that nobody can ask for: those that are read to take the place of one
         self._aside: dict[str, ServedAdapter] = {}
-        self._leaving: dict[
-            str, str
-        ] = {}  # digest -> such a name: unloaded, and still answered with
+        # digest -> such a name: unloaded, and still answered with
+        self._leaving: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._paths: dict[str, str] = {}  # by digest, also of what streams that go on still use
-        self.names: tuple[
-            str, ...
-        ] = ()  # all that can be asked for, also those that are still being read
+        # all that can be asked for, also those that are still being read
+        self.names: tuple[str, ...] = ()
         self.known: frozenset[str] = frozenset()  # the same
         self._in_memory: frozenset[str] = frozenset()  # digests
         supervisor.listeners.append(EngineListener(self._tell_all, received=self._received))
@@ -226,12 +218,7 @@ class ServedAdapters:
         entry.loaded.set_result(news)
 
     def _note(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
-        entry.digest, entry.nbytes, entry.rank, entry.base = (
-            news.digest,
-            news.nbytes,
-            news.rank,
-            news.base,
-        )
+        entry.digest = news.digest
         self._paths[news.digest] = entry.path
 
     def _replace(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
@@ -317,7 +304,7 @@ def load_listed(
             adapters.begin(name, path).loaded.add_done_callback(look)
         except ClientError as error:
             if not broken.done():
-                broken.set_result(EngineFault("bad_setting", f"--lora {name}: {error.message}"))
+                broken.set_result(bad_setting(f"--lora {name}: {error.message}"))
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -334,31 +321,3 @@ class UnloadBody(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_int_id: int | None = None
-
-
-class AdapterPages:
-    """The pages that change the adapters of a server, for whoever `admit` lets in."""
-
-    def __init__(self, adapters: ServedAdapters, admit: Callable[[HTTPRequest], None]) -> None:
-        self._adapters, self._admit = adapters, admit
-
-    async def load(self, request: HTTPRequest) -> Response:
-        self._admit(request)
-        body = _read(await read_body(request.receive, MAX_BODY), LoadBody)
-        await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-    async def unload(self, request: HTTPRequest) -> Response:
-        self._admit(request)
-        body = _read(await read_body(request.receive, MAX_BODY), UnloadBody)
-        self._adapters.unload(body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def _read(raw: bytes, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(
-            400, "invalid_json", f"the body is not what it should be: {error}"
-        ) from error

@@ -8,47 +8,43 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pageturner.http.error_responses import error_handlers
+from pageturner.http.error_responses import application
 from pageturner.http.responses import ping, version
+from pageturner.http.stream_marks import RESPONSES
 from pageturner.server.about import AboutPages
-from pageturner.server.adapters import AdapterPages
-from pageturner.server.api.anthropic.messages import MESSAGES
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.batches.batch_pages import BatchPages
-from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
-from pageturner.server.api.ollama.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from pageturner.server.api.ollama.ollama_pages import (
     OllamaEmbedEndpoint,
     OllamaEndpoint,
     OllamaPages,
 )
-from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
-from pageturner.server.api.openai.completions import COMPLETIONS
-from pageturner.server.api.openai.embeddings import EMBEDDINGS
-from pageturner.server.api.openai.infill import INFILL
-from pageturner.server.api.openai.rerank import RERANK, SCORE
 from pageturner.server.api.openapi.openapi import OpenApiPages
 from pageturner.server.api.responses.response_store import ResponseStore
 from pageturner.server.api.responses.responses_pages import ResponsesPages
-from pageturner.server.observability.admin import AdminPages
-from pageturner.server.observability.admin_state import server_state
-from pageturner.server.observability.live import page_routes
-from pageturner.server.observability.running_timelines import RunningTimelines
-from pageturner.server.observability.timings import timeline_page
+from pageturner.server.observability.admin_state import AdminPages
+from pageturner.server.observability.live import LivePage
+from pageturner.server.observability.running_timelines import TimelinePages
 from pageturner.server.pages import ServerPages
-from pageturner.server.prefixes import PrefixPages
 from pageturner.server.service import Service
-from pageturner.server.sessions import SessionPages
 from pageturner.server.stream_migration import moving_routes
+from pageturner.server.text_workers.text_jobs import SPOKEN
+
+# of the dialects that ask for nothing at times; all others only generate
+ENDPOINTS: dict[str, Callable[[Service, Dialect], ASGIApp]] = {
+    "/api/chat": OllamaEndpoint,
+    "/api/generate": OllamaEndpoint,
+    "/api/embed": OllamaEmbedEndpoint,
+    "/api/embeddings": OllamaEmbedEndpoint,
+}
 
 
 def create_app(service: Service, batches: BatchPages | None = None) -> Starlette:
@@ -56,32 +52,24 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     batches = batches or BatchPages(service)
     responses = ResponsesPages(service, store := ResponseStore(service.config.response_memory))
     pages, about, documents = ServerPages(service), AboutPages(service), OpenApiPages(service)
-    prefixes = PrefixPages(
-        service.prefixes,
-        service.reader,
-        service.served,
-        service.config.max_body_size,
-        service.config.max_pinned_share,
-        service.quota,
-        service.adapters.digest,
-    )
-    tell_state = partial(server_state, service)
-    admin = AdminPages(service.live_settings, service.config, service.keys, tell_state)
-    adapters = AdapterPages(service.adapters, admin.admit)
+    admin, ollama = AdminPages(service), OllamaPages(service)
+    live = LivePage(service, admin)
     routes = [
         *moving_routes(service, admin.admit, responses, store),
-        *page_routes(service, admin),
-        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/", live.home),
+        Route("/v1/live", live.live),
+        Route("/v1/load_lora_adapter", admin.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", admin.unload_adapter, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{id:path}", pages.model),
-        Route("/v1/prefixes", prefixes.create, methods=["POST"]),
-        Route("/v1/prefixes", prefixes.list),
-        Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
-        *SessionPages(service.sessions).routes,
+        Route("/v1/prefixes", pages.keep_prefix, methods=["POST"]),
+        Route("/v1/prefixes", pages.prefixes),
+        Route("/v1/prefixes/{id}", pages.delete_prefix, methods=["DELETE"]),
+        Route("/v1/sessions", pages.sessions),
+        Route("/v1/sessions/{id}", pages.session, methods=["GET", "DELETE"]),
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
         Route("/v1/admin/state", admin.state),
-        Route("/v1/requests/{id}/timeline", timeline_page(service.history, _running(service).find)),
+        Route("/v1/requests/{id}/timeline", TimelinePages(service).timeline),
         Route("/health", pages.health),
         Route("/ping", ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),
@@ -90,7 +78,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
         Route("/apply-template", pages.apply_template, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
+        Route(RESPONSES, responses, methods=["POST"]),
         Route("/v1/responses/{id}", responses.get),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
@@ -98,7 +86,11 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         *batches.routes(),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         *_generating_routes(service),
-        *_ollama(service),
+        Route("/api/tags", ollama.tags),
+        Route("/api/ps", ollama.running),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/pull", ollama.pull, methods=["POST"]),
+        Route("/api/version", ollama.version),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"]),
         Route("/server_info", about.server_info),
@@ -107,54 +99,22 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/openapi.json", documents.openapi),
         Route("/docs", documents.docs),
     ]
-    return _app_of(routes, service)
-
-
-def _running(service: Service) -> RunningTimelines:
-    return RunningTimelines(service.supervisor, service.streams, service.history)
-
-
-def _ollama(service: Service) -> list[Route]:
-    """Ollama's API, but for its embeddings."""
-    pages = OllamaPages(service)
-    return [
-        Route("/api/chat", OllamaEndpoint(service, OLLAMA_CHAT), methods=["POST"]),
-        Route("/api/generate", OllamaEndpoint(service, OLLAMA_GENERATE), methods=["POST"]),
-        Route("/api/tags", pages.tags),
-        Route("/api/ps", pages.running),
-        Route("/api/show", pages.show, methods=["POST"]),
-        Route("/api/pull", pages.pull, methods=["POST"]),
-        Route("/api/version", pages.version),
-    ]
-
-
-def _app_of(routes: list[Route], service: Service) -> Starlette:
-    """The application with these routes."""
-    counters = service.metrics.rejected, service.metrics.refuse
-    errors = error_handlers(_not_found(routes), service.retry_after, *counters)
-    app = Starlette(routes=[*routes, *other_methods(routes)], exception_handlers=errors)
-    app.router.redirect_slashes = False  # to an address that a proxy in front need not have
-    return app
+    return application(
+        [*routes, *other_methods(routes)],
+        _not_found(routes),
+        service.retry_after,
+        service.metrics.rejected,
+        service.metrics.refuse,
+    )
 
 
 def _generating_routes(service: Service) -> list[Route]:
     """The shapes of several servers, at the paths where each has them."""
-    shapes: list[tuple[Dialect, *tuple[str, ...]]] = [
-        (COMPLETIONS, "/v1/completions"),
-        (CHAT_COMPLETIONS, "/v1/chat/completions"),
-        (EMBEDDINGS, "/v1/embeddings"),
-        (MESSAGES, "/v1/messages"),
-        (INFILL, "/infill"),
-        (RERANK, "/v1/rerank", "/v2/rerank", "/v1/reranking"),
-        (SCORE, "/v1/score"),
+    paths = {path: dialect for path, dialect in SPOKEN.items() if path != RESPONSES}
+    return [
+        Route(path, ENDPOINTS.get(path, GenerateEndpoint)(service, dialect), methods=["POST"])
+        for path, dialect in paths.items()
     ]
-    spoken: dict[str, GenerateEndpoint | OllamaEmbedEndpoint] = {
-        "/api/embed": OllamaEmbedEndpoint(service, OLLAMA_EMBED),
-        "/api/embeddings": OllamaEmbedEndpoint(service, OLLAMA_EMBEDDINGS),
-    }
-    for dialect, *paths in shapes:
-        spoken |= dict.fromkeys(paths, GenerateEndpoint(service, dialect))
-    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in spoken.items()]
 
 
 class OtherMethods:

@@ -8,7 +8,6 @@ signals, its garbage collector, its event loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from pageturner.config.settings import Config
 from pageturner.errors import EngineFault
 from pageturner.formats import hub
 from pageturner.http import lifecycle
-from pageturner.http.api_keys import KeyRing
 from pageturner.http.middleware import RequestMiddleware
 from pageturner.request import Failure
 from pageturner.server import server
@@ -40,19 +38,14 @@ class EmbeddedServer:
         """Begin to load. EngineFault('bad_setting') and the like."""
         model = hub.resolve(settings.engine.model)
         engine = replace(settings.engine, model=str(model.path))
+        settings, keys = server.with_keys(Config(engine, settings.server))
         config = settings.server
-        if not config.admin_key:
-            config = replace(config, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
-        listed = config.api_key or (
-            "" if config.api_key_file else os.environ.get("PAGETURNER_API_KEY", "")
-        )
-        keys = KeyRing(listed, config.api_key_file)
         adapters = server.listed_adapters(config.lora)
         command = engine_command(replace(engine, max_queue=engine.max_queue + engine.max_num_seqs))
         process = EngineProcess(command)
         try:
             self.service, self._pool = server.assemble(
-                Config(engine, config),
+                settings,
                 server.names_of(config.served_model_name, model.name),
                 lambda: server.load_texts(engine),
                 command=command,

@@ -1,25 +1,33 @@
-"""The small endpoints that a server answers at once: health, models, metrics, tokens of a text.
+"""The small endpoints that a server answers at once: health, models, metrics, tokens of a text,
+prefixes and sessions.
 
 Owns their fields and what they say. Must not know how anything is generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from pageturner.errors import ClientError
 from pageturner.http.prometheus import MEDIA_TYPE
 from pageturner.http.receiving import read_body
+from pageturner.http.request_info import RequestInfo
 from pageturner.http.responses import json_response
 from pageturner.server.admission.metered import metered
 from pageturner.server.api.base.body import RequestBody
 from pageturner.server.api.base.call import check_model
 from pageturner.server.observability import metrics
 from pageturner.server.service import Service
+from pageturner.server.text_workers.text_jobs import PrefixBody, unpack_prefix
+
+log = logging.getLogger("pageturner")
 
 
 def predicted_load(engine: Mapping[str, float], active: int) -> dict[str, float]:
@@ -42,6 +50,7 @@ class ServerPages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._numbers = itertools.count(1)  # of prefixes that are given no id
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._service.healthy:
@@ -61,8 +70,7 @@ class ServerPages:
 
     async def models(self, _: HTTPRequest) -> Response:
         adapters = [entry.name for entry in self._service.adapters if entry.digest]
-        models = [self._model(name) for name in (*self._service.names, *adapters)]
-        return json_response({"object": "list", "data": models})
+        return _list_of(map(self._model, (*self._service.names, *adapters)))
 
     async def model(self, request: HTTPRequest) -> Response:
         """Return one model. Names may have slashes, as on the Hugging Face hub."""
@@ -116,3 +124,69 @@ class ServerPages:
             raw = await read_body(receive, service.config.max_body_size)
             content = await service.reader.page(name, raw, served, request.scope, receive)
         return Response(content, media_type="application/json")
+
+    # -- prefixes ----------------------------------------------------------------------------------
+    async def keep_prefix(self, request: HTTPRequest) -> Response:
+        service, served, tenant = self._service, self._service.served(), _tenant(request)
+        with metered(service.quota, request.scope, request.receive) as (work, receive):
+            raw = await read_body(receive, service.config.max_body_size)
+            read = await service.reader.page("prefix", raw, served, request.scope, receive)
+            known = unpack_prefix(read)
+            id = known.id or f"prefix-{next(self._numbers)}"
+            adapter = await service.adapters.digest(known.adapter)
+            share = service.config.max_pinned_share
+            service.prefixes.check_share(len(known.tokens), tenant, served, share)
+            service.quota.charge(work, len(known.tokens))
+            prefix = await service.prefixes.add(id, known.tokens, known.salt, tenant, adapter)
+        return json_response(prefix.as_dict())
+
+    async def prefixes(self, request: HTTPRequest) -> Response:
+        """Return what the tenant has, and what is everybody's."""
+        seen = ("", _tenant(request))
+        return _list_of(one.as_dict() for one in self._service.prefixes if one.tenant in seen)
+
+    async def delete_prefix(self, request: HTTPRequest) -> Response:
+        id = request.path_params["id"]
+        self._service.prefixes.remove(id, _tenant(request))
+        return json_response({"id": id, "object": "prefix", "deleted": True})
+
+    # -- sessions ----------------------------------------------------------------------------------
+    async def sessions(self, request: HTTPRequest) -> Response:
+        """Return those of the tenant."""
+        sessions = self._service.sessions
+        return _list_of(map(sessions.as_dict, sessions.of(_tenant(request))))
+
+    async def session(self, request: HTTPRequest) -> Response:
+        sessions = self._service.sessions
+        one = sessions.find(request.path_params["id"], _tenant(request))
+        if request.method == "DELETE":
+            sessions.release(one)
+            return json_response({"id": one.id, "object": "session", "deleted": True})
+        return json_response(sessions.as_dict(one))
+
+
+def _tenant(request: HTTPRequest) -> str:
+    info: RequestInfo = request.scope["pageturner"]
+    return info.tenant
+
+
+def _list_of(entries: Iterable[dict[str, Any]]) -> Response:
+    return json_response({"object": "list", "data": list(entries)})
+
+
+async def preload(service: Service, bodies: list[PrefixBody]) -> None:
+    """Keep all of these prefixes; what cannot be kept is said in the log, and the server serves."""
+    prefixes = service.prefixes
+    for number, body in enumerate(bodies, 1):
+        id = body.id or f"preload-{number}"
+        try:
+            raw = msgspec.json.encode(body)
+            read = await service.reader.run("prefix", raw, service.served(), "preload")
+            known = unpack_prefix(read)
+            adapter = await service.adapters.digest(known.adapter)
+            await prefixes.add(id, known.tokens, body.cache_salt, adapter=adapter)
+        except ClientError as error:
+            log.warning("preload: the prefix %s is not kept: %s", id, error.message)
+    if bodies:
+        ready = sum(prefix.status == "ready" for prefix in prefixes)
+        log.info("preload: %d of %d prefixes are kept", ready, len(bodies))

@@ -1,7 +1,7 @@
 """Prefixes whose KV stays: preloaded, listed, deleted, rebuilt when an engine was restarted.
 
-Owns which prefixes there are, and their endpoints. Must not know how an engine keeps them: it is
-sent a request whose blocks stay when it has ended, and is told when they may go.
+Owns which prefixes there are. Must not know their endpoints (pages.py), nor how an engine keeps
+them: it is sent a request whose blocks stay when it has ended, and is told when they may go.
 """
 
 from __future__ import annotations
@@ -11,32 +11,24 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
 
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, bad_setting
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.http.api_keys import cache_salt_of
 from pageturner.http.error_responses import STATUS
-from pageturner.http.receiving import read_body
-from pageturner.http.request_info import RequestInfo
-from pageturner.http.responses import json_response
 from pageturner.ipc.channel import Unpin
 from pageturner.params import SamplingParams
 from pageturner.request import Failure, Request
-from pageturner.server.admission.metered import metered
-from pageturner.server.admission.quota import Quota
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.engine_client.quarantine import POISON
 from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
-from pageturner.server.text_workers.reading import TextReader
-from pageturner.server.text_workers.text_jobs import PrefixBody, unpack_prefix
+from pageturner.server.text_workers.text_jobs import PrefixBody
 from pageturner.text.output_stream import OutputPiece, output_streams
 
 log = logging.getLogger("pageturner")
@@ -111,9 +103,8 @@ class Prefixes:
         self._ids = ids
         self._tenants = tenants
         self._prefixes: dict[tuple[str, str], Prefix] = {}
-        self._pinned: dict[
-            tuple[int, str | None], int
-        ] = {}  # as `pinned` has told it since the last change
+        # as `pinned` has told it since the last change
+        self._pinned: dict[tuple[int, str | None], int] = {}
         supervisor.listeners.append(EngineListener(ready=self._recompute_all))
 
     def __iter__(self) -> Iterator[Prefix]:
@@ -135,15 +126,15 @@ class Prefixes:
         need, all_ = -(-tokens // size) * size, int(share * served.capacity)
         own = all_ // self._tenants() if tenant else all_
         kept, kept_own = self.pinned(size), self.pinned(size, tenant)
-        if kept + need > all_ or kept_own + need > own:
-            whose = "this tenant" if kept + need <= all_ else "all tenants together"
-            message = (
-                f"the prefix keeps {need} tokens of KV memory, and the prefixes of {whose} may keep"
-                f" {own if whose == 'this tenant' else all_}, of which"
-                f" {kept_own if whose == 'this tenant' else kept} are taken: delete some, or raise"
-                " --max-pinned-share or --kv-cache-memory"
-            )
-            raise ClientError(400, "pin_share_exceeded", message)
+        bounds = (("all tenants together", kept, all_), ("this tenant", kept_own, own))
+        for whose, taken, most in bounds:
+            if taken + need > most:
+                message = (
+                    f"the prefix keeps {need} tokens of KV memory, and the prefixes of {whose} may keep"
+                    f" {most}, of which {taken} are taken: delete some, or raise --max-pinned-share or"
+                    " --kv-cache-memory"
+                )
+                raise ClientError(400, "pin_share_exceeded", message)
 
     def _unpin(self, id: int) -> None:
         """Let go of the KV that the ended request keeps."""
@@ -237,67 +228,13 @@ class Prefixes:
                     log.warning("the prefix %s is not kept: %s", prefix.id, error.message)
 
 
-class PrefixPages:
-    """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once
-    it does; `digest`: of an adapter by its name."""
-
-    def __init__(
-        self,
-        prefixes: Prefixes,
-        reader: TextReader,
-        served: Callable[[], ServedModel],
-        most: int,
-        share: float,
-        quota: Quota,
-        digest: Callable[[str | None], Awaitable[str]],
-    ) -> None:
-        self._prefixes = prefixes
-        self._digest = digest
-        self._quota = quota
-        self._reader = reader
-        self._served = served
-        self._most = most
-        self._share = share
-        self._numbers = itertools.count(1)
-
-    async def create(self, request: HTTPRequest) -> Response:
-        served, tenant = self._served(), _tenant(request)
-        with metered(self._quota, request.scope, request.receive) as (work, receive):
-            raw = await read_body(receive, self._most)
-            read = await self._reader.page("prefix", raw, served, request.scope, receive)
-            known = unpack_prefix(read)
-            id, adapter = (
-                known.id or f"prefix-{next(self._numbers)}",
-                await self._digest(known.adapter),
-            )
-            self._prefixes.check_share(len(known.tokens), tenant, served, self._share)
-            self._quota.charge(work, len(known.tokens))
-            prefix = await self._prefixes.add(id, known.tokens, known.salt, tenant, adapter)
-        return json_response(prefix.as_dict())
-
-    async def list(self, request: HTTPRequest) -> Response:
-        """Return what the tenant has, and what is everybody's."""
-        seen = ("", _tenant(request))
-        told = [prefix.as_dict() for prefix in self._prefixes if prefix.tenant in seen]
-        return json_response({"object": "list", "data": told})
-
-    async def delete(self, request: HTTPRequest) -> Response:
-        prefix = self._prefixes.remove(request.path_params["id"], _tenant(request))
-        return json_response({"id": prefix.id, "object": "prefix", "deleted": True})
-
-
-def _tenant(request: HTTPRequest) -> str:
-    info: RequestInfo = request.scope["pageturner"]
-    return info.tenant
-
-
 def read_preload_file(path: Path) -> list[PrefixBody]:
     """The prefixes of a file: JSON lines of the fields of POST /v1/prefixes, or else one text.
     EngineFault says what is wrong with it."""
     try:
         text = path.read_bytes().decode()  # as it is: ends of lines are tokens
     except (OSError, UnicodeDecodeError) as error:
-        raise EngineFault("bad_setting", f"preload: cannot read {path}: {error}") from error
+        raise bad_setting(f"preload: cannot read {path}: {error}") from error
     if path.suffix not in (".jsonl", ".json"):
         return [PrefixBody(id=path.stem, prompt=text)]
     found = []
@@ -306,29 +243,5 @@ def read_preload_file(path: Path) -> list[PrefixBody]:
             try:
                 found.append(msgspec.convert(json.loads(line), PrefixBody))
             except (ValueError, msgspec.ValidationError) as error:
-                raise EngineFault(
-                    "bad_setting", f"preload: {path}, line {number}: {error}"
-                ) from error
+                raise bad_setting(f"preload: {path}, line {number}: {error}") from error
     return found
-
-
-async def preload(
-    bodies: list[PrefixBody],
-    prefixes: Prefixes,
-    reader: TextReader,
-    served: Callable[[], ServedModel],
-    digest: Callable[[str | None], Awaitable[str]],
-) -> None:
-    """Keep all of these; what cannot be kept is said in the log, and the server serves."""
-    for number, body in enumerate(bodies, 1):
-        id = body.id or f"preload-{number}"
-        try:
-            read = await reader.run("prefix", msgspec.json.encode(body), served(), "preload")
-            known = unpack_prefix(read)
-            adapter = await digest(known.adapter)
-            await prefixes.add(id, known.tokens, body.cache_salt, adapter=adapter)
-        except ClientError as error:
-            log.warning("preload: the prefix %s is not kept: %s", id, error.message)
-    if bodies:
-        ready = sum(prefix.status == "ready" for prefix in prefixes)
-        log.info("preload: %d of %d prefixes are kept", ready, len(bodies))

@@ -24,7 +24,7 @@ from pageturner import logs
 from pageturner.config import settings as configuration
 from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import Config, EngineConfig, ServerConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.garbage import Collector
 from pageturner.http import lifecycle
 from pageturner.http.api_keys import KeyRing
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
     from pageturner.formats.generation_config import GenerationDefaults
     from pageturner.formats.tokenizer import Tokenizer
-    from pageturner.http.memory_reserve import MemoryReserve
     from pageturner.http.tls import Certificates
     from pageturner.http.tracing import Traces
     from pageturner.server.service import Service
     from pageturner.server.text_workers.text_jobs import PrefixBody
     from pageturner.server.text_workers.text_pool import TextPool
     from pageturner.text.chat_template import ChatTemplate
+
+log = logging.getLogger("pageturner")
 
 QUESTION = "What does HTTP stand for?"  # even very small models know it
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
@@ -121,9 +122,7 @@ def names_of(given: str, own: str) -> tuple[str, ...]:
         return (own,)
     names = tuple(name.strip() for name in given.split(","))
     if not all(names):
-        raise EngineFault(
-            "bad_setting", f"--served-model-name {given!r}: a name between commas is empty"
-        )
+        raise bad_setting(f"--served-model-name {given!r}: a name between commas is empty")
     return tuple(dict.fromkeys(names))
 
 
@@ -133,11 +132,23 @@ def listed_adapters(text: str) -> list[tuple[str, str]]:
     for one in filter(None, (part.strip() for part in text.split(","))):
         name, equals, path = one.partition("=")
         if not (name and equals and path):
-            raise EngineFault("bad_setting", f"--lora {one!r}: it is NAME=PATH")
+            raise bad_setting(f"--lora {one!r}: it is NAME=PATH")
         if name in found:
-            raise EngineFault("bad_setting", f"--lora: the name {name!r} is there twice")
+            raise bad_setting(f"--lora: the name {name!r} is there twice")
         found[name] = path
     return list(found.items())
+
+
+def with_keys(settings: Config) -> tuple[Config, KeyRing]:
+    """The settings with the admin key, and the API keys in force: what flags do not say stands in
+    the environment."""
+    config = settings.server
+    admin_key = config.admin_key or os.environ.get("PAGETURNER_ADMIN_KEY", "")
+    listed = config.api_key
+    if not listed and not config.api_key_file:
+        listed = os.environ.get("PAGETURNER_API_KEY", "")
+    keys = KeyRing(listed, config.api_key_file)
+    return Config(settings.engine, replace(config, admin_key=admin_key)), keys
 
 
 def load_texts(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
@@ -161,14 +172,9 @@ def serve(
     """
     notes = _StartNotes()
     logs.to_stderr(settings.server.log_level, settings.server.log_format)
-    given = settings.server.api_key_file
-    listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
-    api_keys = KeyRing(listed, given)
+    settings, api_keys = with_keys(settings)
     signing = settings.server.receipt_key_file
     receipt_key = read_key(signing, "" if signing else os.environ.get(VARIABLE, ""))
-    if not settings.server.admin_key:
-        admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
-        settings = Config(settings.engine, admin)
     names = names_of(settings.server.served_model_name, name)
     if settings.server.otlp_traces_endpoint:
         from pageturner.http.tracing import check_endpoint
@@ -177,7 +183,7 @@ def serve(
     for adapter, path in listed_adapters(settings.server.lora):  # refused before anything begins
         if not Path(path).is_dir():
             message = f"--lora {adapter}: {path} is no folder: an adapter is a folder with adapter_config.json"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
     certificates = None
     if settings.server.ssl_certfile or settings.server.ssl_keyfile:
         from pageturner.http.tls import certificates_of
@@ -192,53 +198,26 @@ def serve(
     process = EngineProcess(start)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
-        return _serve(
+        from pageturner.server.prefixes import read_preload_file
+
+        log.info("loading %s", names[0])
+        lifecycle.give_large_blocks_back()
+        file = settings.server.preload
+        preloaded = read_preload_file(Path(file)) if file else []
+        service, pool = assemble(
             settings,
             names,
             load,
             command=start,
             process=process,
-            listener=listener,
-            notes=notes,
             api_keys=api_keys,
             receipt_key=receipt_key,
-            certificates=certificates,
         )
+        life = _main(service, pool, listener, notes, preloaded, certificates)
+        return lifecycle.run(life, service.memory.give_up)
     except BaseException:
         process.kill()
         raise
-
-
-def _serve(
-    settings: Config,
-    names: tuple[str, ...],
-    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
-    *,
-    command: list[str],
-    process: EngineProcess,
-    listener: socket.socket,
-    notes: _StartNotes,
-    api_keys: KeyRing,
-    receipt_key: bytes,
-    certificates: Certificates | None,
-) -> int:
-    from pageturner.server.prefixes import read_preload_file
-
-    logging.getLogger("pageturner").info("loading %s", names[0])
-    lifecycle.give_large_blocks_back()
-    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
-    service, pool = assemble(
-        settings,
-        names,
-        load,
-        command=command,
-        process=process,
-        api_keys=api_keys,
-        receipt_key=receipt_key,
-    )
-    return lifecycle.run(
-        _main(service, pool, listener, notes, preloaded, certificates), service.memory.give_up
-    )
 
 
 def assemble(
@@ -259,13 +238,14 @@ def assemble(
     from pageturner.http.memory_reserve import MemoryReserve
     from pageturner.server.admission.limits import OPEN_REQUESTS
     from pageturner.server.admission.quota import Quota
+    from pageturner.server.api.base.served_model import ServedModel
     from pageturner.server.engine_client.open_streams import OpenStreams
     from pageturner.server.engine_client.supervisor import Supervisor
     from pageturner.server.observability.admin import LiveSettings
     from pageturner.server.observability.metrics import Metrics
     from pageturner.server.receipts import Receipts
     from pageturner.server.service import Service
-    from pageturner.server.text_workers.reading import TextReader
+    from pageturner.server.text_workers.reading import TextReader, start_text_pool
 
     tokenizer, generation = load()
     template = _chat_template(tokenizer, settings.server)
@@ -284,7 +264,22 @@ def assemble(
     )
     if alone:
         gc.freeze()  # what start-up left behind lives for ever: never walk it again
-    pool = _text_pool(names, tokenizer, template, generation, settings.server, memory)
+    known = ServedModel(
+        names[0],
+        tokenizer,
+        template,
+        context=0,
+        capacity=0,
+        vocab_size=0,
+        defaults=generation.sampling,
+        names=names[1:],
+        tool_call_parser=settings.server.tool_call_parser,
+        reasoning_parser=settings.server.reasoning_parser,
+        request_templates=settings.server.trust_request_chat_template,
+        rerank_by=settings.server.rerank_by,
+    )
+    # it reads long requests; what only the engine knows is told with each of them
+    pool = start_text_pool(known, settings.server, memory)
     service = Service(
         config=settings.server,
         model=names[0],
@@ -308,8 +303,6 @@ def assemble(
 def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
     """The one that is given, or the model's own, within what may be rendered in the event loop. The
     tokenizer learns of it, and of the template for judging documents."""
-    import logging
-
     from pageturner.server.text_workers.reading import AT_ONCE_LIMITS
     from pageturner.text.chat_template import ChatTemplate, habits_of
     from pageturner.text.judging import read_template
@@ -318,7 +311,7 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
     tokenizer.rerank_template = read_template(config.rerank_template) or tokenizer.rerank_template
     if family := give_template(tokenizer, config.chat_template):
         message = "the model's files have no chat template: its family's is taken, %s; --chat-template says"
-        logging.getLogger("pageturner").info(f"{message} otherwise", family)
+        log.info(f"{message} otherwise", family)
     made = []
     for source in dict.fromkeys((tokenizer.chat_template, tokenizer.template_for(tools=True))):
         if source:
@@ -330,41 +323,9 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
         return None
     template, *named = made
     if template.broken:
-        logging.getLogger("pageturner").warning(
-            "%s; chats are refused, completions are not", template.broken
-        )
+        log.warning("%s; chats are refused, completions are not", template.broken)
     template.tool_use = next(iter(named), None)
     return template
-
-
-def _text_pool(
-    names: tuple[str, ...],
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    generation: GenerationDefaults,
-    config: ServerConfig,
-    memory: MemoryReserve,
-) -> TextPool:
-    """Reads long requests. What only the engine knows is told with each of them."""
-    from pageturner.server.api.base.served_model import ServedModel
-    from pageturner.server.text_workers.reading import start_text_pool
-
-    defaults = generation.sampling
-    known = ServedModel(
-        names[0],
-        tokenizer,
-        template,
-        context=0,
-        capacity=0,
-        vocab_size=0,
-        defaults=defaults,
-        names=names[1:],
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-        request_templates=config.trust_request_chat_template,
-        rerank_by=config.rerank_by,
-    )
-    return start_text_pool(known, config, memory)
 
 
 async def _main(
@@ -465,23 +426,19 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
     """Once: engines that come later are given what is there."""
     import asyncio
 
-    from pageturner.server.prefixes import preload
+    from pageturner.server.pages import preload
 
     tasks: list[asyncio.Task[None]] = []
 
     def begin() -> None:
         if bodies and not tasks:
-            work = preload(
-                bodies, service.prefixes, service.reader, service.served, service.adapters.digest
-            )
+            work = preload(service, bodies)
             tasks.append(asyncio.get_running_loop().create_task(work))
 
     return begin
 
 
 def _announcer(service: Service, url: str, notes: _StartNotes) -> Callable[[], None]:
-    import logging
-
     notes.phase = lambda: service.supervisor.process.ledger.phase
 
     def announce() -> None:
@@ -490,15 +447,15 @@ def _announcer(service: Service, url: str, notes: _StartNotes) -> Callable[[], N
         if ready is None or service.supervisor.epoch > 1:
             return
         if service.generation.sampling:
-            logging.getLogger("pageturner").info("sampling defaults: %s", service.generation)
+            log.info("sampling defaults: %s", service.generation)
         if service.tokenizer.vocab_size > ready.vocab_size:
-            logging.getLogger("pageturner").warning(
+            log.warning(
                 "the tokenizer has %d tokens, the model %d: prompts with the others are refused",
                 service.tokenizer.vocab_size,
                 ready.vocab_size,
             )
         total = notes.end()
-        logging.getLogger("pageturner").info(
+        log.info(
             "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB), %s tokens a step;"
             " ready in %s s%s",
             url,
@@ -511,10 +468,8 @@ def _announcer(service: Service, url: str, notes: _StartNotes) -> Callable[[], N
             _parts(float(total), ready.phases),
         )
         if ready.device:
-            logging.getLogger("pageturner").info("device: %s", ready.device)
-        logging.getLogger("pageturner").info(
-            "chat and live view: %s/ ; to try: %s", url, _curl(service, url)
-        )
+            log.info("device: %s", ready.device)
+        log.info("chat and live view: %s/ ; to try: %s", url, _curl(service, url))
 
     return announce
 

@@ -71,7 +71,7 @@ class Service:
 
     def __post_init__(self) -> None:
         def tenants() -> int:  # their file may be read again
-            return max(1, len({key.tenant for key in self.keys.keys.keys}))
+            return max(1, len({key.tenant for key in self.keys.keys}))
 
         self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, tenants)
         self.background = BackgroundPlaces(
@@ -127,7 +127,7 @@ class Service:
     def numbered_keys(self) -> Iterator[tuple[int, ApiKey]]:
         """The keys that hold now, from 1 on in the order in which they are written down; 0: nobody
         needs one."""
-        keys = self.keys.keys.keys
+        keys = self.keys.keys
         return iter(enumerate(keys, 1) if keys else ((0, ANYBODY),))
 
     def key_costs(self) -> dict[str, tuple[int, int]]:

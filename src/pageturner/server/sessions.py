@@ -1,8 +1,8 @@
 """Sessions over HTTP: conversations whose clients say what becomes of their KV between two turns.
 
-Owns which there are, whose they are, what they have been charged, and their endpoints; and what an
-engine that is started again must be told of them. Must not know how an engine keeps them
-(policies/kept_sessions.py): a turn is a request with a SessionHint.
+Owns which there are, whose they are, what they have been charged, and what an engine that is
+started again must be told of them. Must not know their endpoints (pages.py), nor how an engine
+keeps them (policies/kept_sessions.py): a turn is a request with a SessionHint.
 """
 
 from __future__ import annotations
@@ -10,19 +10,14 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
-from starlette.routing import Route
-
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import ApiKey
 from pageturner.http.request_info import RequestInfo
-from pageturner.http.responses import json_response
 from pageturner.ipc.channel import Stats
 from pageturner.ipc.session_messages import KeptSession, ReleaseSession, RestoreSession
 from pageturner.request import SessionHint
@@ -267,34 +262,3 @@ class ServedSessions:
                 "price": one.charged,
             },
         }
-
-
-class SessionPages:
-    """GET /v1/sessions, GET and DELETE /v1/sessions/{id}. A tenant sees its own."""
-
-    def __init__(self, sessions: ServedSessions) -> None:
-        self._sessions = sessions
-
-    @property
-    def routes(self) -> Sequence[Route]:
-        one = "/v1/sessions/{id}"
-        delete = Route(one, self.delete, methods=["DELETE"])
-        return (Route("/v1/sessions", self.list), Route(one, self.get), delete)
-
-    async def list(self, request: HTTPRequest) -> Response:
-        told = [self._sessions.as_dict(one) for one in self._sessions.of(_tenant(request))]
-        return json_response({"object": "list", "data": told})
-
-    async def get(self, request: HTTPRequest) -> Response:
-        one = self._sessions.find(request.path_params["id"], _tenant(request))
-        return json_response(self._sessions.as_dict(one))
-
-    async def delete(self, request: HTTPRequest) -> Response:
-        one = self._sessions.find(request.path_params["id"], _tenant(request))
-        self._sessions.release(one)
-        return json_response({"id": one.id, "object": "session", "deleted": True})
-
-
-def _tenant(request: HTTPRequest) -> str:
-    info: RequestInfo = request.scope["pageturner"]
-    return info.tenant

@@ -16,16 +16,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
+from pageturner.http.decoding import decode_body
 from pageturner.http.receiving import again, read_body
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.responses import json_response
@@ -34,47 +33,29 @@ from pageturner.http.stream_marks import (
     BEGIN,
     LEAVING,
     MOVES,
+    RESPONSES,
     RESUME,
+    STREAMED,
+    MovedStream,
     StreamBeginning,
     token_mark,
 )
 from pageturner.request import Event
 from pageturner.server.admission.service_level import RequestContext
-from pageturner.server.api.anthropic.messages import MESSAGES
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.replies import Reply
 from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.server.api.ollama.ollama_pages import OllamaEndpoint
-from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
-from pageturner.server.api.openai.completions import COMPLETIONS
 from pageturner.server.api.responses.response_store import ResponseRecord, ResponseStore
 from pageturner.server.api.responses.responses import dialect_of
 from pageturner.server.api.responses.responses_pages import ResponsesPages
 from pageturner.server.service import Service
+from pageturner.server.text_workers.text_jobs import SPOKEN
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream
 
-DIALECTS = {
-    "/v1/completions": COMPLETIONS,
-    "/v1/chat/completions": CHAT_COMPLETIONS,
-    "/v1/messages": MESSAGES,
-    "/api/chat": OLLAMA_CHAT,
-    "/api/generate": OLLAMA_GENERATE,
-}
-RESPONSES = "/v1/responses"
 MAX_DRAIN_BODY = 1024  # bytes
-
-
-class MovedStream(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far;
-    begun: what the first server said of it; told: that, too, what stands before the first token."""
-
-    path: str
-    body: str
-    begun: StreamBeginning
-    tokens: list[Annotated[int, Meta(ge=0)]]
-    told: bool = False
 
 
 class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,6 +77,46 @@ class DrainSet:
             one.set_result(None)
         return len(waiting)
 
+    async def answer(
+        self,
+        application: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        only_here: Callable[[], bool],
+    ) -> None:
+        """Let an application answer until it has ended or shall go on elsewhere. only_here:
+        nobody else could begin it."""
+        begun = movable = ended = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun, movable, ended
+            begun = True
+            movable = movable or message.get("body", b"").startswith(BEGIN)
+            ended = ended or (
+                message["type"] == "http.response.body" and not message.get("more_body", False)
+            )
+            await send(message)
+
+        leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.open.add(leave)
+        work = asyncio.ensure_future(application(scope, receive, sent))
+        try:
+            await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and (movable or not (begun or only_here())):
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+                if not begun:
+                    raise ClientError(503, "draining", "the server is drained: ask another one")
+                if not ended:
+                    await send({"type": "http.response.body", "body": LEAVING})
+                return
+            await work
+        finally:
+            self.open.discard(leave)
+            work.cancel()
+
 
 class MarkedRoute(Route):
     """A route of those who ask for marks; to all others it is not there."""
@@ -112,23 +133,6 @@ class MovableEndpoint:
         self._service, self._dialect, self._departures = service, dialect, departures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        marked = MarkedAnswer(self._service, self._dialect, None)
-        endpoint: ASGIApp = marked
-        if self._dialect in (OLLAMA_CHAT, OLLAMA_GENERATE):
-            endpoint = OllamaEndpoint(self._service, self._dialect, marked)
-        await _unless_leaving(endpoint, self._departures, scope, receive, send)
-
-
-class MovableResponses:
-    """POST /v1/responses, with marks for who asks for them. Its answers are kept where they end."""
-
-    def __init__(
-        self, service: Service, pages: ResponsesPages, store: ResponseStore, departures: DrainSet
-    ) -> None:
-        self._service, self._pages, self._departures = service, pages, departures
-        self._dialect = dialect_of(store)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(None, scope, receive, send)
 
     async def answer(
@@ -136,7 +140,26 @@ class MovableResponses:
     ) -> None:
         """An answer, which goes on from `moved` where there is something."""
         marked = MarkedAnswer(self._service, self._dialect, moved)
+        answer = self._application(marked, moved)
+        await self._departures.answer(answer, scope, receive, send, lambda: marked.only_here)
 
+    def _application(self, marked: MarkedAnswer, moved: MovedStream | None) -> ASGIApp:
+        """Return what stands in front of the marked answer."""
+        if moved is None and self._dialect in (OLLAMA_CHAT, OLLAMA_GENERATE):
+            return OllamaEndpoint(self._service, self._dialect, marked)
+        return marked
+
+
+class MovableResponses(MovableEndpoint):
+    """POST /v1/responses, with marks for who asks for them. Its answers are kept where they end."""
+
+    def __init__(
+        self, service: Service, pages: ResponsesPages, store: ResponseStore, departures: DrainSet
+    ) -> None:
+        super().__init__(service, dialect_of(store), departures)
+        self._pages = pages
+
+    def _application(self, marked: MarkedAnswer, moved: MovedStream | None) -> ASGIApp:
         def endpoint(record: ResponseRecord) -> MarkedAnswer:
             marked.record = record
             return marked
@@ -145,24 +168,23 @@ class MovableResponses:
             begun = None if moved is None else moved.begun
             await self._pages.answer(scope, receive, send, endpoint, begun)
 
-        await _unless_leaving(
-            answer, self._departures, scope, receive, send, lambda: marked.only_here
-        )
+        return answer
 
 
 class ResumePage:
-    """`POST /v1/streams/resume`."""
+    """`POST /v1/streams/resume`. endpoints: by the paths whose streams move."""
 
-    def __init__(self, service: Service, responses: MovableResponses, departures: DrainSet) -> None:
-        self._service, self._responses, self._departures = service, responses, departures
+    def __init__(self, service: Service, endpoints: dict[str, MovableEndpoint]) -> None:
+        self._service, self._endpoints = service, endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         service.check_open()
-        moved = _read(await read_body(receive, 2 * service.config.max_body_size))
-        dialect, ready = DIALECTS.get(moved.path), service.supervisor.ready
-        if dialect is None and moved.path != RESPONSES:
-            known = ", ".join((*DIALECTS, RESPONSES))
+        raw = await read_body(receive, 2 * service.config.max_body_size)
+        moved = decode_body(raw, MovedStream, "no stream that could go on")
+        endpoint, ready = self._endpoints.get(moved.path), service.supervisor.ready
+        if endpoint is None:
+            known = ", ".join(self._endpoints)
             message = f"streams of {moved.path[:80]!r} do not move: those of {known} do"
             raise ClientError(400, "invalid_value", message, "path")
         if ready is None or moved.begun.fingerprint != ready.fingerprint:
@@ -171,12 +193,7 @@ class ResumePage:
         if max(moved.tokens, default=0) >= service.served().vocab_size:
             raise ClientError(400, "invalid_value", "no such token in the vocabulary", "tokens")
         inner = {**scope, "path": moved.path}
-        received = again(moved.body.encode(), receive)
-        if dialect is None:
-            await self._responses.answer(moved, inner, received, send)
-            return
-        marked = MarkedAnswer(service, dialect, moved)
-        await _unless_leaving(marked, self._departures, inner, received, send)
+        await endpoint.answer(moved, inner, again(moved.body.encode(), receive), send)
 
 
 class MarkedAnswer(GenerateEndpoint):
@@ -253,13 +270,6 @@ class MarkedAnswer(GenerateEndpoint):
         return reply
 
 
-def _read(raw: bytes) -> MovedStream:
-    try:
-        return msgspec.json.decode(raw, type=MovedStream)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(400, "invalid_json", f"no stream that could go on: {error}") from error
-
-
 def _can_move(call: Call) -> bool:
     """Return whether tokens say all of an answer."""
     params = call.params[0]
@@ -284,47 +294,6 @@ def _replay(stream: OutputStream, tokens: list[int]) -> None:
         raise ClientError(400, "invalid_value", "the answer has ended", "tokens")
 
 
-async def _unless_leaving(
-    answer: ASGIApp,
-    departures: DrainSet,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-    only_here: Callable[[], bool] = lambda: False,
-) -> None:
-    """The answer, until it has ended or shall go on elsewhere. only_here: nobody else could begin
-    it."""
-    begun = movable = ended = False
-
-    async def sent(message: Message) -> None:
-        nonlocal begun, movable, ended
-        begun = True
-        movable = movable or message.get("body", b"").startswith(BEGIN)
-        ended = ended or (
-            message["type"] == "http.response.body" and not message.get("more_body", False)
-        )
-        await send(message)
-
-    leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    departures.open.add(leave)
-    work = asyncio.ensure_future(answer(scope, receive, sent))
-    try:
-        await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done() and (movable or not (begun or only_here())):
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-            if not begun:
-                raise ClientError(503, "draining", "the server is drained: ask another one")
-            if not ended:
-                await send({"type": "http.response.body", "body": LEAVING})
-            return
-        await work
-    finally:
-        departures.open.discard(leave)
-        work.cancel()
-
-
 class DrainPage:
     """`POST /v1/admin/drain`: no new requests, and every stream that can goes on elsewhere."""
 
@@ -336,12 +305,8 @@ class DrainPage:
     async def post(self, request: HTTPRequest) -> Response:
         self._admit(request)
         raw = await read_body(request.receive, MAX_DRAIN_BODY)
-        try:
-            order = msgspec.json.decode(raw or b"{}", type=DrainOrder)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ClientError(
-                400, "invalid_json", f'the body is {{"drain": true}} or false: {error}'
-            ) from error
+        wanted = 'the body is {"drain": true} or false'
+        order = decode_body(raw or b"{}", DrainOrder, wanted)
         self._service.draining = order.drain
         moved = self._departures.leave() if order.drain else 0
         return json_response(
@@ -357,15 +322,11 @@ def moving_routes(
 ) -> list[Route]:
     """The endpoints whose streams move, and what moves them."""
     departures = DrainSet()
-    responses = MovableResponses(service, pages, store, departures)
-    routes = [
-        MarkedRoute(path, MovableEndpoint(service, dialect, departures), methods=["POST"])
-        for path, dialect in DIALECTS.items()
-    ]
+    endpoints = {path: MovableEndpoint(service, SPOKEN[path], departures) for path in STREAMED}
+    endpoints[RESPONSES] = MovableResponses(service, pages, store, departures)
     drain = DrainPage(service, departures, admit)
     return [
-        *routes,
-        MarkedRoute(RESPONSES, responses, methods=["POST"]),
-        Route(RESUME, ResumePage(service, responses, departures), methods=["POST"]),
+        *(MarkedRoute(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
+        Route(RESUME, ResumePage(service, endpoints), methods=["POST"]),
         Route("/v1/admin/drain", drain.post, methods=["POST"]),
     ]

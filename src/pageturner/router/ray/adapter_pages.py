@@ -17,6 +17,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from pageturner.errors import ClientError
+from pageturner.http.decoding import decode_body
 from pageturner.http.http_client import ConnectionLost
 from pageturner.http.receiving import read_body
 from pageturner.router.ray.adapters import MAX_CHANGES
@@ -26,10 +27,8 @@ from pageturner.router.ray.fleet import ServeFleet
 log = logging.getLogger("pageturner")
 MAX_BODY = 64 * 1024  # bytes
 HEADERS = (b"authorization", b"x-api-key", b"x-request-id", b"content-type")
-THERE, NOT_THERE = (
-    "adapter_exists",
-    "adapter_not_found",
-)  # reasons by which one replica differs from the others
+# reasons by which one replica differs from the others
+THERE, NOT_THERE = "adapter_exists", "adapter_not_found"
 Said = tuple[int, bytes, str]  # what a replica answers: status, body, reason of a refusal
 _numbers = itertools.count(-1, -1)  # of asks that no replica is chosen for
 
@@ -113,10 +112,7 @@ class DoorAdapterPages:
 
 async def _read(request: HTTPRequest) -> tuple[Ask, _AdapterBody]:
     raw = await read_body(request.receive, MAX_BODY)
-    try:
-        body = msgspec.json.decode(raw, type=_AdapterBody)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(400, "invalid_json", f"the body cannot be read: {error}") from None
+    body = decode_body(raw, _AdapterBody, "the body cannot be read")
     headers = [(name, value) for name, value in request.headers.raw if name in HEADERS]
     return Ask(next(_numbers), "POST", request.url.path, headers, raw), body
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pageturner.errors import ClientError
 from pageturner.http import prometheus
 from pageturner.http.api_keys import ApiKeys
-from pageturner.http.error_responses import error_handlers
+from pageturner.http.decoding import decoded
+from pageturner.http.error_responses import application
 from pageturner.http.http_client import ConnectionLost
 from pageturner.http.middleware import RequestMiddleware
 from pageturner.http.origins import origin_rules, with_cors
@@ -34,7 +35,7 @@ from pageturner.router.app import retry_after
 from pageturner.router.forwarding import RELAYED
 from pageturner.router.proxy import NOT_FOUND, Relay, Router
 from pageturner.router.ray.adapter_pages import DoorAdapterPages, with_loaded
-from pageturner.router.ray.choice import choice_of
+from pageturner.router.ray.choice import Choice, choice_of
 from pageturner.router.ray.fleet import ServeFleet
 from pageturner.router.ray.settings import AppSettings
 from pageturner.router.replica import ReplicaRequest
@@ -86,10 +87,7 @@ class Door:
         ]
         config = self._config
         first = next(iter(self._routers.values()))
-        app = Starlette(
-            routes=own, exception_handlers=error_handlers(NOT_FOUND, retry_after, first.rejected)
-        )
-        app.router.redirect_slashes = False
+        app = application(own, NOT_FOUND, retry_after, first.rejected)
         app.router.default = self._relay
         rules = origin_rules(self._host, config.allowed_hosts, config.allowed_origins)
         return with_cors(
@@ -160,39 +158,34 @@ class Door:
     async def metrics(self, _: HTTPRequest) -> Response:
         """Return what this door has counted, by model. A replica's own figures are in Ray's log and
         dashboard."""
-        exposition, prefix, routers = Exposition(), "pageturner:router_", self._routers.items()
-        there = {name: float(fleet.there) for name, fleet in self._fleets.items()}
+
+        def of_each(count: Callable[[Router], int]) -> dict[str, int]:
+            return {model: count(router) for model, router in self._routers.items()}
+
+        def of_choices(counts: Callable[[Choice], Mapping[str, int]]) -> dict[tuple[str, str], int]:
+            return {
+                (model, how): n
+                for model, fleet in self._fleets.items()
+                for how, n in counts(fleet.choice).items()
+            }
+
+        exposition, prefix = Exposition(), "pageturner:router_"
+        there = {model: fleet.there for model, fleet in self._fleets.items()}
         help = "Replicas that Serve sends requests to, once one was sent"
         exposition.gauge(prefix + "replicas", help, there, "model")
-        active = {name: float(one.active) for name, one in routers}
+        active = of_each(lambda one: one.active)
         exposition.gauge(prefix + "open", "Requests under way", active, "model")
         for name, help, counts in (
-            ("retries", "Requests tried once more", {name: one.retries for name, one in routers}),
-            (
-                "moved",
-                "Streams that went on at another replica",
-                {name: one.moved for name, one in routers},
-            ),
-            (
-                "cut",
-                "Answers that broke off in their middle",
-                {name: one.cut_short for name, one in routers},
-            ),
+            ("retries", "Requests tried once more", of_each(lambda one: one.retries)),
+            ("moved", "Streams that went on at another replica", of_each(lambda one: one.moved)),
+            ("cut", "Answers that broke off in their middle", of_each(lambda one: one.cut_short)),
         ):
             exposition.counter(prefix + name, help, counts, "model")
-        placed = {
-            (name, how): float(n)
-            for name, fleet in self._fleets.items()
-            for how, n in fleet.choice.placed.items()
-        }
-        chosen = {
-            (name, how): float(n)
-            for name, fleet in self._fleets.items()
-            for how, n in fleet.choice.multiplexed.items()
-        }
         help = "Requests for adapters, by whether their replica had it in memory"
-        exposition.counter(prefix + "adapter_requests", help, chosen, "model", "how")
+        asked = of_choices(lambda choice: choice.multiplexed)
+        exposition.counter(prefix + "adapter_requests", help, asked, "model", "how")
         help = "Prompts, by whether they went where their beginning is known"
+        placed = of_choices(lambda choice: choice.placed)
         exposition.counter(prefix + "placed", help, placed, "model", "how")
         return Response(exposition.text(), media_type=prometheus.MEDIA_TYPE)
 
@@ -206,11 +199,7 @@ def _app_of(router: Router) -> Starlette:
         *(("GET", path, no_prefix) for path in DOCUMENTS),
     ]
     routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in passed]
-    app = Starlette(
-        routes=routes, exception_handlers=error_handlers(NOT_FOUND, retry_after, router.rejected)
-    )
-    app.router.redirect_slashes = False
-    return app
+    return application(routes, NOT_FOUND, retry_after, router.rejected)
 
 
 def _without_id(app: ASGIApp) -> ASGIApp:
@@ -229,10 +218,8 @@ def _without_id(app: ASGIApp) -> ASGIApp:
 
 
 def _model_in(body: bytes) -> str | None:
-    try:
-        return msgspec.json.decode(body, type=_NamedModel).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    found = decoded(body, _NamedModel)
+    return None if found is None else found.model
 
 
 async def _page(fleet: ServeFleet, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -242,6 +229,6 @@ async def _page(fleet: ServeFleet, path: str, headers: list[tuple[bytes, bytes]]
     try:
         async with fleet.exchange_with(replica, ReplicaRequest("GET", path, headers)) as answer:
             raw = await answer.read_rest()
-            return msgspec.json.decode(raw, type=dict[str, Any]) if answer.status == 200 else {}
-    except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError):
+    except ConnectionLost:
         return {}
+    return (decoded(raw, dict[str, Any]) if answer.status == 200 else None) or {}

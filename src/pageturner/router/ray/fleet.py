@@ -44,16 +44,12 @@ class ServeFleet(Fleet):
         super().__init__([], config)
         self._name, self._timeout = name, config.read_timeout
         self._handle, self._answer = handle, handle.options(method_name="answer", stream=True)
-        self._choice = choice
+        self.choice = choice
 
     @property
     def there(self) -> int:
         """Replicas that Serve sends requests to, as far as is known here."""
-        return len(self._choice.replicas)
-
-    @property
-    def choice(self) -> Choice:
-        return self._choice
+        return len(self.choice.replicas)
 
     def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
         """Return a stand-in for whichever replica Serve will choose; None when as many failed as
@@ -93,7 +89,7 @@ class ServeFleet(Fleet):
     ) -> AsyncIterator[AnswerPieces]:
         """Do the same as the router's own fleet, by Serve."""
         hints = request.hints
-        adapter = self._choice.adapters.find(_model_of(request))
+        adapter = self.choice.adapters.find(_model_of(request))
         ask = Ask(
             next(_numbers),
             request.method,
@@ -118,9 +114,9 @@ class ServeFleet(Fleet):
             await answer.begin()
             yield answer
         finally:
-            replica.where = self._choice.where(number)
+            replica.where = self.choice.where(number)
             answer.close()
-            self._choice.forget(number, answer.tokens if answer.ended else 0)
+            self.choice.forget(number, answer.tokens if answer.ended else 0)
 
 
 def _model_of(request: ReplicaRequest) -> str:

@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
 from starlette.types import Message, Scope
 
 from pageturner.config import settings as config
 from pageturner.errors import ClientError
 from pageturner.http.error_responses import error_body_of
+from pageturner.router.forwarding import told_error
 from pageturner.router.ray.adapters import AdapterChange, AdapterTable
 from pageturner.router.ray.choice import Ask
 from pageturner.server.embedded import EmbeddedServer
@@ -122,7 +122,7 @@ class ModelReplica:
                 status = one[0]
             else:
                 body += one
-        reason = "" if status == 200 else _reason_of(body)
+        reason = "" if status == 200 else told_error(body).reason
         if status == 200 or (reason == "adapter_not_found" and not change.path):
             self._adapters.note(change)
         return status, body, reason
@@ -199,23 +199,6 @@ class _Call:
             found.append(piece)
         self.complete = self.complete or any(not one.get("more_body", False) for one in bodies)
         return found
-
-
-class _Refused(msgspec.Struct):
-    """The code of an error."""
-
-    reason: str = ""
-
-
-class _RefusedBody(msgspec.Struct):
-    error: _Refused
-
-
-def _reason_of(body: bytes) -> str:
-    try:
-        return msgspec.json.decode(body, type=_RefusedBody).error.reason
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
 
 
 def _scope_of(ask: Ask) -> Scope:

@@ -23,7 +23,7 @@ from typing import Any
 
 from pageturner.config import settings as config
 from pageturner.config.settings import RouterConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 # what `pageturner serve` and `route` do, and a replica or the door under Ray does not
 NOT_UNDER_RAY = ("preload", "otlp_traces_endpoint", "log_format")
@@ -93,9 +93,9 @@ def read(path: str | Path) -> AppSettings:
     try:
         table = tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise EngineFault("bad_setting", f"cannot read {path}: {error.strerror}") from error
+        raise bad_setting(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise EngineFault("bad_setting", f"{path} is not valid TOML: {error}") from error
+        raise bad_setting(f"{path} is not valid TOML: {error}") from error
     return settings_of(table)
 
 
@@ -103,9 +103,7 @@ def settings_of(table: dict[str, Any]) -> AppSettings:
     """Do the same as `read` for what is in a file, or in the args of a Serve configuration."""
     given = table.get("models")
     if not isinstance(given, dict) or not given:
-        raise EngineFault(
-            "bad_setting", "an application has a table [models.NAME] for each of its models"
-        )
+        raise bad_setting("an application has a table [models.NAME] for each of its models")
     models = {name: _model(name, one) for name, one in given.items()}
     _check_adapters(models)
     rest = {key: value for key, value in table.items() if key != "models"}
@@ -130,19 +128,19 @@ def _plain(model: ModelSettings) -> dict[str, Any]:
 
 def _model(name: str, given: Any) -> ModelSettings:
     if not isinstance(given, dict):
-        raise EngineFault("bad_setting", f"[models.{name}] is a table")
+        raise bad_setting(f"[models.{name}] is a table")
     replicas = given.get("replicas", 1)
     bounds = [replicas, replicas] if isinstance(replicas, int) else replicas
     numbers = isinstance(bounds, list | tuple) and len(bounds) == 2
     if not (numbers and all(type(one) is int for one in bounds) and 1 <= bounds[0] <= bounds[1]):
         message = f"models.{name}.replicas: a number from 1 on, or [least, most], not {replicas!r}"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     made: ModelSettings = _made(
         ModelSettings, f"models.{name}", {**given, "replicas": tuple(bounds)}
     )
     for key in set(made.server) & set(NOT_IN_SERVER):
         message = f"models.{name}.server.{key}: a replica has no port and no folder of its own: Serve listens"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     _only_here(f"models.{name}.server", made.server)
     config.load(None, made.tables(name))
     return made
@@ -150,16 +148,14 @@ def _model(name: str, given: Any) -> ModelSettings:
 
 def _only_here(where: str, table: Mapping[str, Any]) -> None:
     for key in set(table) & set(NOT_UNDER_RAY):
-        raise EngineFault("bad_setting", f"{where}.{key} is not done under Ray yet: leave it out")
+        raise bad_setting(f"{where}.{key} is not done under Ray yet: leave it out")
 
 
 def _made(kind: Any, where: str, values: dict[str, Any]) -> Any:
     known = {one.name: one for one in fields(kind)}
     for key, value in values.items():
         if key not in known:
-            raise EngineFault(
-                "bad_setting", f"{where}: unknown key {key!r}: there are {', '.join(known)}"
-            )
+            raise bad_setting(f"{where}: unknown key {key!r}: there are {', '.join(known)}")
         wanted = {"float": (int, float), "int": (int,), "str": (str,)}.get(str(known[key].type))
         table = str(known[key].type).startswith("dict")
         if (
@@ -168,13 +164,11 @@ def _made(kind: Any, where: str, values: dict[str, Any]) -> Any:
             or (table and not isinstance(value, dict))
         ):
             message = f"{where}: {key} is {'a table' if table else known[key].type}, not {value!r}"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
         if wanted and wanted != (str,) and value < (key == "doors"):
-            raise EngineFault("bad_setting", f"{where}: {key} = {value} is too small")
+            raise bad_setting(f"{where}: {key} = {value} is too small")
     if kind is ModelSettings and "model" not in values:
-        raise EngineFault(
-            "bad_setting", f"{where}: model is missing: a file, a folder, an id or an alias"
-        )
+        raise bad_setting(f"{where}: model is missing: a file, a folder, an id or an alias")
     return kind(**values)
 
 
@@ -182,6 +176,6 @@ def _check_adapters(models: dict[str, ModelSettings]) -> None:
     names = [*models, *(adapter for one in models.values() for adapter in one.adapters)]
     for name in names:
         if names.count(name) > 1:
-            raise EngineFault("bad_setting", f"two models or adapters have the name {name!r}")
+            raise bad_setting(f"two models or adapters have the name {name!r}")
         if not name or "," in name or "=" in name:
-            raise EngineFault("bad_setting", f"{name!r} is no name of a model")
+            raise bad_setting(f"{name!r} is no name of a model")

@@ -196,9 +196,5 @@ class EngineProcess:
         if self._child.poll() is None:
             self._child.send_signal(signal.SIGKILL)
 
-    def terminate(self) -> None:
-        if self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
-
     def wait(self, timeout: float | None = None) -> int:
         return self._child.wait(timeout)

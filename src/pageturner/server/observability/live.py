@@ -8,20 +8,17 @@ asks, it does not.
 from __future__ import annotations
 
 import time
-from itertools import islice
 from math import isfinite
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from pageturner.errors import ClientError
 from pageturner.http.responses import json_response
 from pageturner.http.web_pages import home_page
 from pageturner.ipc.ledger import NotedStep
-from pageturner.server.observability.admin import AdminPages
-from pageturner.server.observability.admin_state import MAX_NAME, place_of
+from pageturner.server.observability.admin_state import AdminPages, described
 from pageturner.server.service import Service
 from pageturner.text.output_stream import OutputStream
 
@@ -53,7 +50,10 @@ class LivePage:
                 "epoch": service.supervisor.epoch,
                 "now_s": round(now, 4),
                 "steps": [_step(step) for step in ledger.noted(since)],
-                "requests": self._requests(now),
+                "requests": [
+                    about | {"ttft_s": _first_token(stream)}
+                    for stream, about in described(service, MAX_REQUESTS, now)
+                ],
                 "unfinished": len(service.streams.unfinished),
                 "first_tokens_ms": [
                     round(1000 * s, 1) for s in service.history.first_tokens(now - LATELY)
@@ -62,28 +62,6 @@ class LivePage:
                 "settings": service.live_settings.as_dict(),
             }
         )
-
-    def _requests(self, now: float) -> list[dict[str, Any]]:
-        service = self._service
-        given, in_step = service.supervisor.placed()
-        oldest = islice(service.streams.unfinished.items(), MAX_REQUESTS)
-        return [self._request(stream, place_of(id, given, in_step), now) for id, stream in oldest]
-
-    def _request(self, stream: OutputStream, place: str, now: float) -> dict[str, Any]:
-        request, times = stream.request, stream.times
-        name, tenant = self._service.history.owner(request.id)
-        return {
-            "id": request.id,
-            "request": name[:MAX_NAME],
-            "tenant": (tenant or request.tenant)[:MAX_NAME],
-            "choice": stream.choice,
-            "state": place,
-            "prompt_tokens": len(request.prompt),
-            "output_tokens": len(stream.tokens),
-            "cached_tokens": stream.cached,
-            "age_s": round(now - times.arrival, 3),
-            "ttft_s": round(times.first_at - times.arrival, 3) if times.first_at else None,
-        }
 
     def _figures(self, now: float) -> dict[str, float]:
         """The engine's own, and what is counted here: names as in `Stats`."""
@@ -97,10 +75,9 @@ class LivePage:
         return figures | {"block_size": float(ready.block_size if ready is not None else 0)}
 
 
-def page_routes(service: Service, admin: AdminPages) -> list[Route]:
-    """The page, and what it asks beside what every client does."""
-    page = LivePage(service, admin)
-    return [Route("/", page.home), Route("/v1/live", page.live)]
+def _first_token(stream: OutputStream) -> float | None:
+    times = stream.times
+    return round(times.first_at - times.arrival, 3) if times.first_at else None
 
 
 def _step(step: NotedStep) -> dict[str, Any]:

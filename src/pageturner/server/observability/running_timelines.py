@@ -19,11 +19,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from pageturner.errors import ClientError
+from pageturner.http.responses import json_response
 from pageturner.request import Timings
-from pageturner.server.engine_client.open_streams import OpenStreams
-from pageturner.server.engine_client.supervisor import Supervisor
 from pageturner.server.observability.admin_state import place_of
-from pageturner.server.observability.timings import RequestHistory, RequestName, timeline
+from pageturner.server.observability.timings import MAX_KEPT, RequestName, timeline
+from pageturner.server.service import Service
 from pageturner.text.output_stream import OutputStream
 
 ASKED_FOR = 2.0  # seconds behind each look for which the engine tells the account
@@ -33,38 +37,50 @@ MAX_CHOICES = 8  # of what has one name are told: as many as the ledger asks for
 MAX_BEHIND = 8
 
 
-class RunningTimelines:
-    """The timelines of one server."""
+class TimelinePages:
+    """GET /v1/requests/ID/timeline of one server."""
 
-    def __init__(
-        self, supervisor: Supervisor, streams: OpenStreams, history: RequestHistory
-    ) -> None:
-        self._supervisor, self._streams, self._history = supervisor, streams, history
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
-    async def find(self, name: str, tenant: str) -> list[dict[str, Any]]:
+    async def timeline(self, request: HTTPRequest) -> Response:
+        name, tenant = request.path_params["id"], request.scope["pageturner"].tenant
+        history = self._service.history
+        under_way = await self._running(name, tenant)  # first: it may end while it is asked for
+        told = [*(history.find(name, tenant) or ()), *under_way]
+        if not told:
+            message = (
+                f"no request {name[:128]!r} is under way or remembered: of those that ended the last"
+                f" {MAX_KEPT} are, by X-Request-Id"
+            )
+            raise ClientError(404, "unknown_request", message)
+        return json_response({"id": name, "choices": told})
+
+    async def _running(self, name: str, tenant: str) -> list[dict[str, Any]]:
         """The timelines of what is under way by this name and is this tenant's, the oldest
         first."""
+        service = self._service
         found = [
             stream
-            for id, stream in self._streams.unfinished.items()
-            if self._history.owner(id) == (name, tenant)
+            for id, stream in service.streams.unfinished.items()
+            if service.history.owner(id) == (name, tenant)
         ][:MAX_CHOICES]
         now = time.monotonic()
         for stream in found:
-            self._supervisor.process.ledger.ask(stream.request.id, now + ASKED_FOR)
+            service.supervisor.process.ledger.ask(stream.request.id, now + ASKED_FOR)
         while time.monotonic() < now + PATIENCE and any(map(self._awaited, found)):
             await asyncio.sleep(TICK)
-        names = self._history.names(tenant)
+        names = service.history.names(tenant)
         return [self._told(stream, names) for stream in found if not stream.done]
 
     def _awaited(self, stream: OutputStream) -> bool:
-        return not stream.done and stream.request.id not in self._streams.accounts
+        return not stream.done and stream.request.id not in self._service.streams.accounts
 
     def _told(self, stream: OutputStream, name: RequestName) -> dict[str, Any]:
         """The same as `timeline` has, up to the engine's last word: `so_far_ms` since it came."""
         id, times = stream.request.id, stream.times
-        given, in_step = self._supervisor.placed()
-        account = self._streams.accounts.get(id)
+        given, in_step = self._service.supervisor.placed()
+        account = self._service.streams.accounts.get(id)
         timings = account or self._unheard(stream, id in given)
         times = replace(times, timings=timings, submitted_at=times.submitted_at or timings.received)
         told = timeline(stream.choice, times, timings, timings.until, name)

@@ -15,15 +15,10 @@ rest of an answer.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
-
-from pageturner.errors import ClientError
-from pageturner.http.responses import json_response
 from pageturner.request import Timings
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
@@ -35,9 +30,6 @@ OTHERS = "another tenant"
 
 Span = tuple[float, float, str, int]
 RequestName = Callable[[int], str | None]  # what a client knows a request by
-Running = Callable[
-    [str, str], Awaitable[list[dict[str, Any]]]
-]  # timelines under way: of a name, a tenant
 
 
 def parts_of(times: StreamTimes, now: float) -> dict[str, float]:
@@ -199,23 +191,3 @@ def spans_of(times: StreamTimes, timings: Timings, ended_at: float) -> Iterable[
         *timings.spans,
         (timings.until, ended_at, "delivery", 0),
     )
-
-
-def timeline_page(
-    history: RequestHistory, running: Running
-) -> Callable[[HTTPRequest], Awaitable[Response]]:
-    """GET /v1/requests/ID/timeline."""
-
-    async def page(request: HTTPRequest) -> Response:
-        name, tenant = request.path_params["id"], request.scope["pageturner"].tenant
-        under_way = await running(name, tenant)  # first: it may end while it is asked for
-        told = [*(history.find(name, tenant) or ()), *under_way]
-        if not told:
-            message = (
-                f"no request {name[:128]!r} is under way or remembered: of those that ended the last"
-                f" {MAX_KEPT} are, by X-Request-Id"
-            )
-            raise ClientError(404, "unknown_request", message)
-        return json_response({"id": name, "choices": told})
-
-    return page

@@ -317,21 +317,24 @@ def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
 
 
 # -- all of them -----------------------------------------------------------------------------------
-SPOKEN = (
-    chat.CHAT_COMPLETIONS,
-    completions.COMPLETIONS,
-    ollama.OLLAMA_CHAT,
-    ollama.OLLAMA_GENERATE,
-    messages.MESSAGES,
-    responses.RESPONSES,
-    embeddings.EMBEDDINGS,
-    rerank.RERANK,
-    rerank.SCORE,
-    infill.INFILL,
-    ollama_embed.OLLAMA_EMBED,
-    ollama_embed.OLLAMA_EMBEDDINGS,
-)
-DIALECTS = {one.id_prefix: one for one in SPOKEN}
+# path -> what is spoken there
+SPOKEN: dict[str, Dialect] = {
+    "/v1/completions": completions.COMPLETIONS,
+    "/v1/chat/completions": chat.CHAT_COMPLETIONS,
+    "/v1/messages": messages.MESSAGES,
+    "/v1/responses": responses.RESPONSES,
+    "/v1/embeddings": embeddings.EMBEDDINGS,
+    "/v1/rerank": rerank.RERANK,
+    "/v2/rerank": rerank.RERANK,
+    "/v1/reranking": rerank.RERANK,
+    "/v1/score": rerank.SCORE,
+    "/infill": infill.INFILL,
+    "/api/chat": ollama.OLLAMA_CHAT,
+    "/api/generate": ollama.OLLAMA_GENERATE,
+    "/api/embed": ollama_embed.OLLAMA_EMBED,
+    "/api/embeddings": ollama_embed.OLLAMA_EMBEDDINGS,
+}
+DIALECTS = {one.id_prefix: one for one in SPOKEN.values()}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
     "tokenize": tokenize,
     "detokenize": detokenize,

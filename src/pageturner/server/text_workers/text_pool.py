@@ -216,9 +216,8 @@ class _Lane:
         return max(((_weight(jobs), key) for key, jobs in self._waiting.items()), default=(0, ""))
 
     def drop_newest(self, key: str) -> _TextJob:
-        one = self._waiting[key].pop()
-        if not self._waiting[key]:
-            del self._waiting[key]
+        one = self._waiting[key][-1]
+        self.forget(one)
         return one
 
     def forget(self, one: _TextJob) -> None:

@@ -28,6 +28,8 @@ from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.text_workers import text_jobs
 from pageturner.text.chat_template import TemplateLimits
 
+log = logging.getLogger("pageturner")
+
 HELLO, DOING, DONE, REFUSED = range(4)
 LAST = 0x80  # added to DONE or REFUSED: the worker ends behind it
 HEAD = struct.Struct("<BII")
@@ -81,18 +83,7 @@ def frame(kind: int, content: bytes, number: int = 0) -> bytes:
 
 
 def facts_of(served: ServedModel) -> Facts:
-    return Facts(
-        served.context,
-        served.capacity,
-        served.vocab_size,
-        served.slots,
-        served.block_size,
-        served.developer,
-        served.limits,
-        served.pinned,
-        served.names,
-        served.adapters,
-    )
+    return Facts(**{name: getattr(served, name) for name in Facts.__struct_fields__})
 
 
 def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], None]:
@@ -138,9 +129,7 @@ def _outcome(
         refusal = error
     except Exception as error:
         if not lacks_memory(error):
-            logging.getLogger("pageturner").exception(
-                "a text worker failed at a job of %d bytes", len(raw)
-            )
+            log.exception("a text worker failed at a job of %d bytes", len(raw))
             refusal = unforeseen(error)
     refusal = refusal or too_much_memory(_starved(own))  # now that what it took is free again
     told = JobRefusal(
@@ -205,9 +194,7 @@ def _received_job(sock: socket.socket) -> tuple[int, Job, bytearray] | None:
             return None
         return told[0], msgspec.msgpack.decode(told[1], type=Job), body[1]
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
-        logging.getLogger("pageturner").error(
-            "a text worker ends, for it was told no job: %r", error
-        )
+        log.error("a text worker ends, for it was told no job: %r", error)
         return None
 
 
