@@ -47,7 +47,7 @@ def test_the_checksum_is_xxh64(length: int) -> None:
 def test_what_is_written_stays_in_its_part_of_the_file(fd: int) -> None:
     first, second = (kv_file.alloc(SPEC, fd, offset) for offset in (0, kv_file.room(SPEC)))
     first.memory[:], second.memory[:] = 7, 9
-    kv_file.take_huge_pages(first, SPEC.blocks)
+    kv_file.KVBytes(first, 1).take_huge_pages(SPEC.blocks)
     del first
     again = kv_file.alloc(SPEC, fd, 0)
     assert (again.memory == 7).all()
@@ -65,17 +65,17 @@ def test_each_bit_of_a_block_and_its_seed_count(fd: int, threads: int) -> None:
     kv = kv_file.alloc(SPEC, fd, 0)
     kv.memory[:] = np.random.default_rng(1).integers(0, 256, kv.memory.shape, np.uint8)
     blocks, seeds = np.arange(20, dtype=np.int32), np.zeros(20, np.uint64)
-    before = kv_file.checksums(kv, blocks, seeds, threads)
+    stored = kv_file.KVBytes(kv, threads)
+    before = stored.checksums(blocks, seeds)
     assert len(set(before.tolist())) == 20
     kv.memory[7, -1] ^= 1
     seeds[9] = 1
-    after = kv_file.checksums(kv, blocks, seeds, threads)
+    after = stored.checksums(blocks, seeds)
     assert np.flatnonzero(after != before).tolist() == [7, 9]
     assert before[3] == native_module.module().xxh64(kv.memory[3].tobytes(), 0)
 
 
 def test_a_block_that_does_not_exist_has_no_checksum(fd: int) -> None:
+    whole = kv_file.KVBytes(kv_file.alloc(SPEC, fd, 0), 1)
     with pytest.raises(ValueError, match="no such block"):
-        kv_file.checksums(
-            kv_file.alloc(SPEC, fd, 0), np.array([20], np.int32), np.zeros(1, np.uint64), 1
-        )
+        whole.checksums(np.array([20], np.int32), np.zeros(1, np.uint64))
