@@ -194,19 +194,10 @@ class KVConnectors:
         return KVTiers(transfer, host, file) if host or file is not None else None
 
 
-SENT = (
-    "kv_sent_blocks",
-    "kv_sent_bytes",
-    "prefill_guests",
-    "prefill_links_failed",
-    "prefill_peers_refused",
-)
-RECEIVED = (
-    "kv_received_blocks",
-    "kv_received_bytes",
-    "prefill_asked",
-    *(f"prefill_fallback_{one}" for one in CAUSES),
-)
+SENT = ["kv_sent_blocks", "kv_sent_bytes", "prefill_guests"]
+SENT += ["prefill_links_failed", "prefill_peers_refused"]
+RECEIVED = ["kv_received_blocks", "kv_received_bytes", "prefill_asked"]
+RECEIVED += [f"prefill_fallback_{cause}" for cause in CAUSES]
 KEY_VARIABLE = "PAGETURNER_PREFILL_KEY"
 
 
@@ -239,9 +230,15 @@ def prefill_key(config: EngineConfig) -> bytes:
         try:
             key = Path(config.prefill_key_file).read_bytes()[:4096].strip()
         except OSError as error:
-            raise EngineFault("prefill_key", f"--prefill-key-file cannot be read ({error.strerror})") from None
+            raise EngineFault(
+                "prefill_key", f"--prefill-key-file cannot be read ({error.strerror})"
+            ) from None
     if len(key) < LEAST_KEY:
-        raise EngineFault("prefill_key", f"prefill elsewhere needs a key of {LEAST_KEY} bytes or more: --prefill-key-file FILE, or" f" {KEY_VARIABLE} in the environment of both engines")
+        raise EngineFault(
+            "prefill_key",
+            f"prefill elsewhere needs a key of {LEAST_KEY} bytes or more: --prefill-key-file FILE, or"
+            f" {KEY_VARIABLE} in the environment of both engines",
+        )
     return key
 
 
@@ -250,10 +247,15 @@ def check(config: EngineConfig) -> None:
     if not wants_tiers(config):
         return
     if not config.enable_prefix_caching:
-        raise bad_setting("tiers and prefill elsewhere need the prefix cache: leave out --no-enable-prefix-caching")
-    if config.backend in ("fake", "null"):
-        raise bad_setting(f"--backend {config.backend} has no KV to keep or send: leave that out"
+        raise bad_setting(
+            "tiers and prefill elsewhere need the prefix cache: leave out --no-enable-prefix-caching"
         )
+    if config.backend in ("fake", "null"):
+        raise bad_setting(f"--backend {config.backend} has no KV to keep or send: leave that out")
     free = memory.available()
     if free is not None and config.kv_host_memory > free:
-        raise EngineFault("kv_memory", f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free: ask for less")
+        raise EngineFault(
+            "kv_memory",
+            f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free:"
+            " ask for less",
+        )

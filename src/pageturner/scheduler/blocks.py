@@ -247,7 +247,9 @@ class BlockPool:
             seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
         else:
             source, seq.num_cached_blocks = None, len(seq.blocks)
-            seq.public = sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
+            seq.public = (
+                sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
+            )
             seq.computed = seq.num_cached_blocks * self.block_size
         seq.branch = len(found) * self.block_size // self.grain * self.grain
         if self._sparse and source is None:
