@@ -148,9 +148,10 @@ def test_other_settings_are_taken_while_requests_run() -> None:
 def test_a_crash_has_the_suspects_of_both_steps() -> None:
     ledger, _ = Ledger.create()
     engine = fake_engine(True, max_num_seqs=2)
+    engine.ledger = ledger
     one, two = requests(1, 2, stop_ids=(), max_tokens=9)
     engine.submit(one)
-    engine.step(ledger)
+    engine.step()
     engine.submit(two)
     suspects: list[set[int]] = []
     collect = engine.executor.collect  # type: ignore[attr-defined]
@@ -160,7 +161,7 @@ def test_a_crash_has_the_suspects_of_both_steps() -> None:
         return collect(launched)
 
     engine.executor.collect = seen  # type: ignore[attr-defined]
-    engine.step(ledger)
+    engine.step()
     assert suspects == [{1, 2}], "the second one is in the step that was launched behind"
 
 

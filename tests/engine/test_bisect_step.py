@@ -139,9 +139,10 @@ def test_the_ledger_names_the_part_that_is_run() -> None:
             raise ValueError
 
     engine, executor = engine_with(fault)
+    engine.ledger = ledger
     for id in (1, 2, 3):
         engine.submit(Request(id, (id, 5), SamplingParams(max_tokens=2)))
-    engine.step(ledger)
+    engine.step()
     assert named == executor.runs == [[1, 2, 3], [1, 2], [3]]
     begun, finished, *_ = ledger.read()
     assert begun == finished == 3

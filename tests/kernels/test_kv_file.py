@@ -11,7 +11,7 @@ import pytest
 
 from pageturner.kernels.base import KVSpec
 from pageturner.kernels.cpu import native_module
-from pageturner.kv import kv_file
+from pageturner.kv.kv_file import KVBytes, alloc, room
 
 pytestmark = pytest.mark.skipif(
     not native_module.available_isas(), reason="the kernels are not compiled"
@@ -29,7 +29,7 @@ PUBLISHED = {
 @pytest.fixture
 def fd() -> Iterator[int]:
     fd = os.memfd_create("test")
-    os.ftruncate(fd, 2 * kv_file.room(SPEC))
+    os.ftruncate(fd, 2 * room(SPEC))
     yield fd
     os.close(fd)
 
@@ -45,37 +45,37 @@ def test_the_checksum_is_xxh64(length: int) -> None:
 
 
 def test_what_is_written_stays_in_its_part_of_the_file(fd: int) -> None:
-    first, second = (kv_file.alloc(SPEC, fd, offset) for offset in (0, kv_file.room(SPEC)))
+    first, second = (alloc(SPEC, fd, offset) for offset in (0, room(SPEC)))
     first.memory[:], second.memory[:] = 7, 9
-    kv_file.take_huge_pages(first, SPEC.blocks)
+    KVBytes(first, 1).take_huge_pages(SPEC.blocks)
     del first
-    again = kv_file.alloc(SPEC, fd, 0)
+    again = alloc(SPEC, fd, 0)
     assert (again.memory == 7).all()
     assert (second.memory == 9).all()
 
 
-@pytest.mark.parametrize("offset", [4096, 2 * kv_file.room(SPEC)])
+@pytest.mark.parametrize("offset", [4096, 2 * room(SPEC)])
 def test_a_part_that_is_not_there_is_refused(fd: int, offset: int) -> None:
     with pytest.raises(ValueError, match="no such part"):
-        kv_file.alloc(SPEC, fd, offset)
+        alloc(SPEC, fd, offset)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_bit_of_a_block_and_its_seed_count(fd: int, threads: int) -> None:
-    kv = kv_file.alloc(SPEC, fd, 0)
+    kv = alloc(SPEC, fd, 0)
     kv.memory[:] = np.random.default_rng(1).integers(0, 256, kv.memory.shape, np.uint8)
     blocks, seeds = np.arange(20, dtype=np.int32), np.zeros(20, np.uint64)
-    before = kv_file.checksums(kv, blocks, seeds, threads)
+    stored = KVBytes(kv, threads)
+    before = stored.checksums(blocks, seeds)
     assert len(set(before.tolist())) == 20
     kv.memory[7, -1] ^= 1
     seeds[9] = 1
-    after = kv_file.checksums(kv, blocks, seeds, threads)
+    after = stored.checksums(blocks, seeds)
     assert np.flatnonzero(after != before).tolist() == [7, 9]
     assert before[3] == native_module.module().xxh64(kv.memory[3].tobytes(), 0)
 
 
 def test_a_block_that_does_not_exist_has_no_checksum(fd: int) -> None:
+    whole = KVBytes(alloc(SPEC, fd, 0), 1)
     with pytest.raises(ValueError, match="no such block"):
-        kv_file.checksums(
-            kv_file.alloc(SPEC, fd, 0), np.array([20], np.int32), np.zeros(1, np.uint64), 1
-        )
+        whole.checksums(np.array([20], np.int32), np.zeros(1, np.uint64))

@@ -102,7 +102,7 @@ def test_llm_answers_with_random_weights(tmp_path: Path) -> None:
 
 def test_a_tensor_that_experts_share_is_made_once(tmp_path: Path) -> None:
     file, _, layout = open_dummy(only_config(tmp_path, "gemma4_26b"), 1)
-    names = {part.name for part in layout.experts[0]["gates"] + layout.experts[0]["ups"]}
+    names = {part.name for part in layout.several[0]["gates"] + layout.several[0]["ups"]}
     assert len(names) == 1
     name = names.pop()
     assert file.tensor(name)[2] is file.tensor(name)[2]

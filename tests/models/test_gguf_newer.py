@@ -265,7 +265,7 @@ def pieces_of(folder: Path, arch: str) -> dict[str, list[np.ndarray]]:
                 values = neighbours(values, spec.head_dim)
             name = "attn_kv_a_mqa.weight" if spec.latent and field == "k" else of_layer[field]
             pieces.setdefault(f"blk.{i}.{name}", []).append(values)
-        for field, several in layout.several(i).items():
+        for field, several in layout.several[i].items():
             each = [values_of(file, part) for part in several]
             stacked = each if field in ONE_EACH else [np.stack(each)]
             pieces[f"blk.{i}.{names[field]}"] = stacked

@@ -380,7 +380,7 @@ def test_stacked_experts_that_are_quantised(family: str) -> None:
     floats, spec, layout = open_model(FAMILIES / family)
     file = Requantised(FAMILIES / family)
     stored = as_stored(layout, file.tensors)
-    for layer, same in zip(stored.experts, layout.experts, strict=True):
+    for layer, same in zip(stored.several, layout.several, strict=True):
         for field in ("gates", "ups", "downs"):
             for part, float_part in zip(layer.get(field, ()), same.get(field, ()), strict=True):
                 tensor = read_part(file, part)

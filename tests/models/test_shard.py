@@ -147,7 +147,7 @@ def test_slices_of_experts_are_the_whole_side_by_side(name: str) -> None:
     file, spec, layout = open_model(where(name))
     each = shards(name, 2)
     for layer, one in enumerate(layout.layers):
-        listed = [(field, part) for field, parts in layout.several(layer).items() for part in parts]
+        listed = [(field, part) for field, parts in layout.several[layer].items() for part in parts]
         for field, part in listed + [
             (named(spec, layer, field), part) for field, part in one.items()
         ]:

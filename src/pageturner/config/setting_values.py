@@ -11,7 +11,7 @@ import re
 from dataclasses import Field
 from typing import Any
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 
 def checked(setting: Field[Any], value: Any, choices: tuple[str, ...]) -> Any:
@@ -23,15 +23,17 @@ def checked(setting: Field[Any], value: Any, choices: tuple[str, ...]) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise _bad(f"{name} is of type {kind.__name__}, not {value!r}")
+        raise bad_setting(f"{name} is of type {kind.__name__}, not {value!r}")
     if choices and value not in choices:
-        raise _bad(f"{name} is one of {', '.join(choices)}, not {value!r}{_meant(value, choices)}")
+        raise bad_setting(
+            f"{name} is one of {', '.join(choices)}, not {value!r}{_meant(value, choices)}"
+        )
     least = setting.metadata["least"]
     if least is not None and not value >= least:
-        raise _bad(f"{name} is {least} or more, not {value!r}")
+        raise bad_setting(f"{name} is {least} or more, not {value!r}")
     most = setting.metadata["most"]
     if most is not None and value > most:
-        raise _bad(f"{name} is {most} or less, not {value!r}")
+        raise bad_setting(f"{name} is {most} or less, not {value!r}")
     return value
 
 
@@ -48,13 +50,9 @@ def parse_size(text: str, name: str = "size", of_memory: bool = True) -> int:
         return round(float(number) * float((1000 if unit.upper() == "B" else 1024) ** power))
     except (ValueError, OverflowError):
         such = ", or a size such as 8G, 8GiB or 8GB" if of_memory else ""
-        raise _bad(f"{name} is a whole number{such}, not {text!r}") from None
+        raise bad_setting(f"{name} is a whole number{such}, not {text!r}") from None
 
 
 def _meant(value: Any, choices: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(str(value), choices, 1)
     return f": did you mean {near[0]}?" if near else ""
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

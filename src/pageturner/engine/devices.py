@@ -164,13 +164,11 @@ def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None
     free, weights = driver.memory()[0], needs.weights // config.tensor_parallel_size
     least = weights + drivers.workspace_of(driver) + exchange_of(config) + 2 * needs.block
     if least > free:
-        message = (
-            f"{driver.name} has {free / GB:.1f} GB free, and the model needs {least / GB:.1f}: weights of"
-            f" {weights / GB:.1f} GB, {drivers.workspace_of(driver) / GB:.1f} GB for steps, and KV"
-        )
         raise EngineFault(
             "gpu_memory",
-            f"{message}; use a smaller or quantised model (--quantization int4), or --device cpu",
+            f"{driver.name} has {free / GB:.1f} GB free, and the model needs {least / GB:.1f}: weights of"
+            f" {weights / GB:.1f} GB, {drivers.workspace_of(driver) / GB:.1f} GB for steps, and KV"
+            "; use a smaller or quantised model (--quantization int4), or --device cpu",
         )
 
 
@@ -185,15 +183,17 @@ def _check_ranks(driver: Driver, size: int) -> None:
         there = f"{len(reached)} x {driver.name}" if len(reached) > 1 else f"one {driver.name}"
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f", CUDA_VISIBLE_DEVICES being {limit!r}" if limit is not None else ""
-        message = (
+        raise EngineFault(
+            "gpu_devices",
             f"{flag} wants the devices {', '.join(map(str, wanted))}, and there is {there}{why}"
+            ": lower it, or use --device cpu",
         )
-        raise EngineFault("gpu_devices", f"{message}: lower it, or use --device cpu")
     apart = [str(one) for one in wanted if not reached[one]]
     if apart:
-        message = f"{flag}: device {wanted[0]} cannot reach the memory of device {', '.join(apart)}"
         raise EngineFault(
-            "gpu_devices", f"{message}: choose others with {drivers.ORDINALS}, or use --device cpu"
+            "gpu_devices",
+            f"{flag}: device {wanted[0]} cannot reach the memory of device {', '.join(apart)}"
+            f": choose others with {drivers.ORDINALS}, or use --device cpu",
         )
 
 
@@ -318,8 +318,7 @@ def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int)
     """
     if ops is None:
         return
-    kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_type(config)))
-    try:
+    with _scratch_kv(decoder, ops, config) as kv:
         for rows in (n for n in HEIGHTS if n <= max(config.token_budget or length, HEIGHTS[0])):
             # not one row: a step that only decodes would be counted among those that may be
             # recorded
@@ -329,6 +328,14 @@ def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int)
             temperature, top_k, top_p, min_p, uniform = greedy(rows)
             # one that cuts tokens off takes every kernel of the choice
             decoder.choose(hidden, ChooseArgs((temperature + 1, top_k + 1, top_p, min_p, uniform)))
+
+
+@contextmanager
+def _scratch_kv(decoder: Decoder, ops: Any, config: EngineConfig) -> Iterator[Any]:
+    """One block of KV, for steps that are only tried."""
+    kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_type(config)))
+    try:
+        yield kv
     finally:
         ops.free_kv(kv)
         ops.begin()
@@ -349,15 +356,10 @@ def _largest_step(
 ) -> None:
     """Compute the largest step: as many sequences as may run decode at the end of their context,
     beside prompts that fill the budget. All read one block and write nowhere."""
-    spec = decoder.kv_spec(1, config.block_size, kv_type(config))
-    kv = ops.alloc_kv(spec)
-    try:
+    with _scratch_kv(decoder, ops, config) as kv:
         batch = largest_batch(budget, min(config.max_num_seqs, budget), length, config.block_size)
         hidden = decoder.hidden(batch, kv)
         decoder.choose(hidden, ChooseArgs(greedy(len(hidden))))
-    finally:
-        ops.free_kv(kv)
-        ops.begin()
 
 
 def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:

@@ -70,6 +70,7 @@ class Engine:
         self.executor = executor
         self._bisection = StepBisection()
         self.clock = clock
+        self.ledger: Ledger | None = None  # in which each step is noted, where somebody looks at it
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self.latency = LatencyTracker()
         self.work = WorkTotals()  # of all steps, where it is known what they cost
@@ -186,7 +187,7 @@ class Engine:
         return True
 
     # -- steps -------------------------------------------------------------------------------------
-    def step(self, ledger: Ledger | None = None) -> list[Event]:
+    def step(self) -> list[Event]:
         """Commit one step. Returns its events; sets `wake` when there was nothing to run."""
         self.connectors.step(self)
         events = (self._admit_ready() if self._pending else []) + self._expire()
@@ -197,24 +198,24 @@ class Engine:
             self.latency.plan(plan)
             self.wake = plan.wake
             if not plan.items:
-                return events + self._idle(plan, start, ledger)
+                return events + self._idle(plan, start)
             step = self._begin(plan, start)
-            self._note_begin(ledger, step.planned, plan.items)
+            self._note_begin(step.planned, plan.items)
             if self.async_steps and self._plan_ahead and self.async_steps.can_run(plan):
                 self.async_steps.launch(step, None)
         else:
             self.latency.plan(step.plan)
-            self._note_begin(ledger, self.clock(), step.plan.items)
+            self._note_begin(self.clock(), step.plan.items)
             self.wake = None
-        _note_rows(ledger, step.plan.items)
-        behind = self._launch_behind(step, ledger) if step.launched is not None else None
+        self._note_rows(step.plan.items)
+        behind = self._launch_behind(step) if step.launched is not None else None
         self._in_flight, self._plan_ahead = behind, True
-        result = self._result(step, behind, ledger)
+        result = self._result(step, behind)
         if self.async_steps:  # it had the device to itself from the end of the step before it on
             step.plan.at = max(step.plan.at, self._committed)
             step.start = max(step.start, self._committed)
             step.planned = max(step.planned, self._committed)
-        return events + self._commit(step, result, ledger)
+        return events + self._commit(step, result)
 
     def _expire(self) -> list[Event]:
         """End the requests whose deadline has passed."""
@@ -231,7 +232,7 @@ class Engine:
         work = work_of(plan, self._costs.window if self._costs else 0)
         return InFlightStep(plan, start, self.clock(), computed, work, ahead)
 
-    def _launch_behind(self, step: InFlightStep, ledger: Ledger | None) -> InFlightStep | None:
+    def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
         """Plan the step behind the one in flight, and launch it if its requests can run
         asynchronously."""
         assert self.async_steps is not None
@@ -243,13 +244,11 @@ class Engine:
             return None
         behind = self._begin(plan, start, ahead=True)
         if self.async_steps.can_run(plan):
-            self._note_begin(ledger, behind.planned, step.plan.items + plan.items)
+            self._note_begin(behind.planned, step.plan.items + plan.items)
             self.async_steps.launch(behind, step.launched)
         return behind
 
-    def _result(
-        self, step: InFlightStep, behind: InFlightStep | None, ledger: Ledger | None
-    ) -> Result:
+    def _result(self, step: InFlightStep, behind: InFlightStep | None) -> Result:
         """Return the result of a step: collected, or run now for its sequences that still run."""
         if step.launched is not None and self.async_steps is not None:
             result = self.async_steps.collect(step, behind)
@@ -257,15 +256,15 @@ class Engine:
                 return result
         plan = step.plan
         if not step.ahead and not step.copied:
-            return self._run(plan, ledger)
+            return self._run(plan)
         items = [item for item in plan.items if item.sequence.state is State.RUNNING]
         part = part_of(plan, items) if step.copied else replace(plan, items=items)
-        result = self._run(part, ledger) if items else Result()
+        result = self._run(part) if items else Result()
         found = iter(result.outputs)
         running = (item.sequence.state is State.RUNNING for item in plan.items)
         return Result([next(found) if one else Output() for one in running], result.spent)
 
-    def _run(self, plan: Plan, ledger: Ledger | None) -> Result:
+    def _run(self, plan: Plan) -> Result:
         """Return the result of the plan, or of parts of it where the whole raises."""
         try:
             result = self.executor.run(plan)
@@ -274,32 +273,41 @@ class Engine:
         except Exception as error:
             begun = self.clock()
             return self._bisection.run_parts(
-                self.executor, plan, error, lambda items: self._note_begin(ledger, begun, items)
+                self.executor, plan, error, lambda items: self._note_begin(begun, items)
             )
         self._bisection.in_a_row = 0
         return result
 
-    @staticmethod
-    def _note_begin(ledger: Ledger | None, now: float, items: list[Item]) -> None:
+    def _note_begin(self, now: float, items: list[Item]) -> None:
         """Make the requests of these items the only suspects of a crash; the time of a hang begins
         anew."""
-        if ledger is not None:
-            ledger.begin(now, [item.sequence.request.id for item in items])
+        if self.ledger is not None:
+            self.ledger.begin(now, [item.sequence.request.id for item in items])
 
-    def _commit(self, step: InFlightStep, result: Result, ledger: Ledger | None) -> list[Event]:
+    def _note_rows(self, items: list[Item]) -> None:
+        """Note each row of the step while the live view is open, and whether it is of a prompt or
+        recomputed."""
+        if self.ledger is not None and self.ledger.watched:
+            rows = []
+            for item in items:
+                seq = item.sequence
+                prompt = seq.computed < max(seq.prompt_len, seq.max_computed_tokens)
+                rows.append((seq.request.id, item.n, prompt))
+            self.ledger.note(rows)
+
+    def _commit(self, step: InFlightStep, result: Result) -> list[Event]:
         """Make what was computed part of the sequences, and report it to the observers."""
         plan, step_times = step.plan, self.stack.step_times
         each = step_times.each if step_times.steps else math.inf
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
-        if ledger is not None:
-            ledger.finish(now)
+        if self.ledger is not None:
+            self.ledger.finish(now)
         self._slo.saw(events, now)
         if self._log is not None:
             load = self.scheduler.load
-            self._log.stepped(
-                Done(step.start, now, plan, step.computed, result, events, load, step.work)
-            )
+            done = Done(step.start, now, plan, step.computed, result, events, load, step.work)
+            self._log.stepped(done)
         end = self.clock()
         times = StepTimes(step.start, step.planned, now, end, result.spent, each)
         self.latency.step(plan, times)
@@ -311,13 +319,13 @@ class Engine:
         self._committed = self.clock()
         return events
 
-    def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
+    def _idle(self, plan: Plan, start: float) -> list[Event]:
         """Note that there is nothing to run: the engine waits on purpose, and is not stuck."""
         self._plan_ahead = True
         if self._pending or self.adapters.busy or self.connectors.busy:
             self.wake = min(plan.wake or math.inf, self.clock() + PENDING_NAP)
-        if ledger is not None and self.wake is not None:
-            ledger.finish(self.clock())
+        if self.ledger is not None and self.wake is not None:
+            self.ledger.finish(self.clock())
         if self._log is not None and self.scheduler.has_work:
             self._log.stepped(Done(start, start, plan, [], Result(), [], self.scheduler.load))
         return self.scheduler.commit(plan, Result(), self.clock())
@@ -346,18 +354,5 @@ class Engine:
 
 def _refused(request: Request, refused: Refused) -> list[Event]:
     failure = Failure(refused.code, refused.message, refused.retry_after)
-    return [
-        Event(id=request.id, index=0, position=len(request.prompt), finish="error", failure=failure)
-    ]
-
-
-def _note_rows(ledger: Ledger | None, items: list[Item]) -> None:
-    """Note each row of the step while the live view is open, and whether it is of a prompt or
-    recomputed."""
-    if ledger is not None and ledger.watched:
-        rows = []
-        for item in items:
-            sequence = item.sequence
-            prompt = sequence.computed < max(sequence.prompt_len, sequence.max_computed_tokens)
-            rows.append((sequence.request.id, item.n, prompt))
-        ledger.note(rows)
+    event = Event(request.id, 0, len(request.prompt), finish="error", failure=failure)
+    return [event]

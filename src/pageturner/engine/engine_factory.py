@@ -27,7 +27,7 @@ from pageturner.engine.fake import FakeExecutor, NullExecutor
 from pageturner.engine.fingerprint import fingerprint_of, model_mark, weights_digest
 from pageturner.engine.machine_limits import limits_of, stored_peak
 from pageturner.engine.step_sizes import with_step_sizes
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Costs, Drafter, best_length
@@ -211,10 +211,9 @@ def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
     chosen = devices.choose(config, lambda: devices.needs_of(model.path, config))
     if chosen.ops is not None:
         if config.speculation == "mtp":
-            message = (
+            raise bad_setting(
                 "--speculation mtp does not work on GPUs yet: use --device cpu, or leave it out"
             )
-            raise EngineFault("bad_setting", message)
         logs.say(devices.plan_text(chosen.ops, devices.needs_of(model.path, config), config))
     return chosen
 
@@ -317,7 +316,7 @@ def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
 
 def _check(config: EngineConfig) -> None:
     if not 1 <= config.block_size <= 256:
-        raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
+        raise bad_setting(f"block_size is 1 to 256, not {config.block_size}")
     check_speculation(config)
     tensor_parallel.check(config)
 
@@ -342,8 +341,7 @@ def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
 
 def _model_len(config: EngineConfig, context: int) -> int:
     if config.max_model_len > context:
-        raise EngineFault(
-            "bad_setting",
+        raise bad_setting(
             f"max_model_len {config.max_model_len} is over the model's context of {context} tokens",
         )
     return config.max_model_len or context

@@ -48,13 +48,9 @@ INTERESTING = (
 
 def inspect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Machine:
     """This machine. `proc` and `sys` are elsewhere in tests."""
-    cpuinfo = _read(proc / "cpuinfo")
-    fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    fields = named_lines(proc / "cpuinfo")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    meminfo = dict(
-        line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line
-    )
+    meminfo = named_lines(proc / "meminfo")
     thp = _read(sys / "kernel/mm/transparent_hugepage/enabled")
     return Machine(
         cpu=fields.get("model name", "unknown"),
@@ -108,6 +104,13 @@ def _worked(fields: list[str]) -> tuple[int, int]:
     """Clock ticks with work, and of these the stolen ones, of a line of proc_stat(5)."""
     user, nice, system, _, _, irq, softirq, stolen = (int(field) for field in fields[:8])
     return user + nice + system + irq + softirq + stolen, stolen
+
+
+def named_lines(path: Path) -> dict[str, str]:
+    """The lines of a file of /proc by what stands before their first colon; of several the last. {}
+    where it cannot be read."""
+    pairs = (line.partition(":") for line in _read(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _read(path: Path) -> str:

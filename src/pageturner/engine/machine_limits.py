@@ -13,8 +13,9 @@ from typing import TypeVar
 import msgspec
 
 from pageturner import private_files
+from pageturner.engine.machine import named_lines
 from pageturner.formats import hub
-from pageturner.kernels.peak import Ceilings, Peak
+from pageturner.kernels.peak import Ceilings, Peak, best_of
 from pageturner.telemetry.work import MachineLimits
 
 T = TypeVar("T")
@@ -28,28 +29,22 @@ def limits_file() -> Path:
 
 def processor(proc: Path = Path("/proc")) -> str:
     """Its name; on ARM, whose processors have none, its numbers."""
-    try:
-        lines = (proc / "cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    known = {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
+    known = named_lines(proc / "cpuinfo")
     numbers = (known.get(name, "") for name in ("CPU implementer", "CPU part", "CPU variant"))
     return known.get("model name") or " ".join(numbers).strip() or "unknown"
 
 
 def stored_peak(isa: str, threads: int) -> Peak | None:
     """Return what was measured here for so many threads; None if nothing was."""
-    return _read().get(_key(isa, threads))
+    return _read_peaks().get(_key(isa, threads))
 
 
 def store_peak(measured: Peak) -> bool:
     """Keep the larger of each figure and what is kept already: what disturbs a measurement makes it
     smaller. False where the file cannot be written."""
-    known = _read()
+    known = _read_peaks()
     key = _key(measured.isa, measured.threads)
-    best = _best(measured, known.get(key, measured))
+    best = best_of(known.get(key, measured), measured)
     return write_json(limits_file(), known | {key: best})
 
 
@@ -107,25 +102,11 @@ def write_json(path: Path, known: object) -> bool:
     return True
 
 
-def _best(one: Peak, other: Peak) -> Peak:
-    def larger(a: float | None, b: float | None) -> float | None:
-        return max(a or 0.0, b or 0.0) or None
-
-    return Peak(
-        one.isa,
-        one.threads,
-        larger(one.integer_gop_s, other.integer_gop_s),
-        larger(one.fp32_gop_s, other.fp32_gop_s),
-        {size: max(value, other.read_gb_s[size]) for size, value in one.read_gb_s.items()},
-        max(one.copy_gb_s, other.copy_gb_s),
-    )
-
-
 def _key(isa: str, threads: int) -> str:
     return f"{processor()}, {isa}, {threads} threads"
 
 
-def _read() -> dict[str, Peak]:
+def _read_peaks() -> dict[str, Peak]:
     return read_json(limits_file(), dict[str, Peak])
 
 

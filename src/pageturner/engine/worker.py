@@ -67,7 +67,7 @@ class ChannelLoop:
         self._engine = engine
         self._config = config
         self._sock = sock
-        self._ledger = ledger
+        self._ledger = engine.ledger = ledger
         self._decoder = MessageDecoder(ToEngine)
         self._before: Request | None = None
         self._wanted: Configure | None = None
@@ -85,7 +85,7 @@ class ChannelLoop:
             self._configure()
             for news in engine.adapters.told():
                 self._sock.sendall(encode(news))
-            events = engine.step(self._ledger) if engine.has_work else []
+            events = engine.step() if engine.has_work else []
             if events:
                 self._sock.sendall(encode(Events(events)))
             self._stats()

@@ -53,8 +53,10 @@ def read_adapter(decoder: Decoder | None, path: Path, digest: str = "") -> Loade
         )
     folder = read_folder(path)
     if digest and folder.digest != digest:
-        message = f"{path} has changed since it was loaded: load it again, under another name or after unloading"
-        raise EngineFault("adapter_changed", message)
+        raise EngineFault(
+            "adapter_changed",
+            f"{path} has changed since it was loaded: load it again, under another name or after unloading",
+        )
     weights = load_adapter(folder, decoder.spec)
     pairs = [pair for layer in weights.layers for pair in layer.values()]
     pairs += [pair for pair in (weights.embed, weights.head) if pair is not None]
@@ -89,7 +91,7 @@ class AdapterTicket:
 
     def done(self) -> bool:
         """Return whether the request has its adapter now, or never will."""
-        return self.fault is not None or self._store.has_taken(self.id) or self._store.advance(self)
+        return self.fault is not None or self._store.advance(self)
 
     def cancel(self) -> bool:
         self._store.leave(self)
@@ -201,14 +203,13 @@ class AdapterStore:
     def ticket(self, request: Request) -> AdapterTicket:
         """Return a ticket for a request that wants an adapter. Refused where that is not there."""
         if request.adapter not in self._paths:
-            message = "the adapter is not there: it was never loaded, or has been unloaded"
-            raise Refused("adapter_not_found", message)
+            raise Refused(
+                "adapter_not_found",
+                "the adapter is not there: it was never loaded, or has been unloaded",
+            )
         ticket = AdapterTicket(self, request, next(self._numbers))
         self._tickets[request.id] = ticket
         return ticket
-
-    def has_taken(self, id: int) -> bool:
-        return id in self._using
 
     def release(self, id: int) -> None:
         """A request has ended, or will never run."""
@@ -221,6 +222,8 @@ class AdapterStore:
     def advance(self, ticket: AdapterTicket) -> bool:
         """Let a ticket have what it waits for, if that can be now. True too where it never can."""
         digest = ticket.digest
+        if ticket.id in self._using:
+            return True
         if digest in self._hot:
             if self._must_wait(ticket):
                 return False

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS
-from pageturner.executor.processors import PROCESSORS
+from pageturner.executor.processors import edits_nothing
 from pageturner.executor.runner import Runner
 from pageturner.kernels.choosing import ChoosesLater, Draw
 from pageturner.models.decoder import Decoder
-from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.scheduler.types import Output, Plan, Result, Sequence
-
-_EDITED = attrgetter(*[field for processor in PROCESSORS for field in processor.fields])
-_NOTHING = _EDITED(SamplingParams())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class AsyncRunner:
             or params.logprobs is not None
         )
         plain = not asked and request.logits_from is None and not params.pooling
-        return plain and _EDITED(params) == _NOTHING
+        return plain and edits_nothing(params)
 
     def launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
         batch, sliding = self._runner.pack(plan, before.rows if before else NO_ROWS)

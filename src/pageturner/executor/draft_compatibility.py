@@ -6,7 +6,7 @@ Owns what two models must share. Must not load any weights, nor know how drafts 
 from __future__ import annotations
 
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.models.spec import ModelSpec
 
@@ -14,14 +14,16 @@ from pageturner.models.spec import ModelSpec
 def check_speculation(config: EngineConfig) -> None:
     """EngineFault unless a draft model is named where one is wanted, and only there."""
     if (config.speculation == "draft") != bool(config.draft_model):
-        raise EngineFault("bad_setting", "--speculation draft and --draft-model MODEL go together")
+        raise bad_setting("--speculation draft and --draft-model MODEL go together")
 
 
 def check_draft(spec: ModelSpec) -> None:
     """EngineFault for a draft model whose drafts could not be taken back."""
     if spec.linear is not None:
-        message = "a model with recurrent layers cannot be a draft model yet: use another one"
-        raise EngineFault("draft_model", message)
+        raise EngineFault(
+            "draft_model",
+            "a model with recurrent layers cannot be a draft model yet: use another one",
+        )
 
 
 def check_tokens(target: Tokenizer, draft: Tokenizer, path: str) -> None:

@@ -90,8 +90,10 @@ def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: i
     size, total = config.block_size, _may_take(config, available)
     two = form.one.beside is not None
     if two and not form.windowed:
-        message = "this model's KV heads are of two sizes, of which KV tiers and remote prefill know nothing yet"
-        raise EngineFault("model_unsupported", message)
+        raise EngineFault(
+            "model_unsupported",
+            "this model's KV heads are of two sizes, of which KV tiers and remote prefill know nothing yet",
+        )
     nbytes = form.one.nbytes + form.of_draft
     if form.recurrent is not None:
         return _with_states(form, form.recurrent, config, max_model_len, total)

@@ -107,6 +107,11 @@ _ASKED = attrgetter(*[field for processor in PROCESSORS for field in processor.f
 _NOTHING = _ASKED(SamplingParams())
 
 
+def edits_nothing(params: SamplingParams) -> bool:
+    """Return whether nothing is asked for that edits logits."""
+    return bool(_ASKED(params) == _NOTHING)
+
+
 def edits_of(sequences: list[Sequence]) -> Edits | None:
     """The edits of each row, row r belonging to sequences[r]; None if nobody asks for any. They
     hold the sequences' own lists of tokens: use them before anything is added to these."""

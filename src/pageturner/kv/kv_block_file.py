@@ -117,19 +117,21 @@ class BlockFile:
         if locked and os.fstat(self._fd).st_size == 0:
             slots = (size - 2 * PAGE) // (self._stride + RECORD.itemsize)
             if slots < 1:
-                message = f"--kv-file-size {size} has no room for a block of {self.nbytes} bytes: ask for more"
-                raise EngineFault("kv_file_size", message)
+                raise EngineFault(
+                    "kv_file_size",
+                    f"--kv-file-size {size} has no room for a block of {self.nbytes} bytes: ask for more",
+                )
             _write(self._fd, self._head(slots).ljust(PAGE, b"\0"), 0)
         head = os.pread(self._fd, HEAD.size + DIGEST, 0)
         if not head and not locked:
             raise EngineFault("kv_file", f"--kv-file {self.path} is empty and cannot be written")
         slots = HEAD.unpack(head[: HEAD.size])[3] if len(head) == HEAD.size + DIGEST else 0
         if not slots or head != self._head(slots):
-            message = (
+            raise EngineFault(
+                "kv_file_other",
                 f"--kv-file {self.path} is not of this model, build, KV type and block size, or damaged: it"
-                " is left as it is; name another path, or delete it if nobody needs it"
+                " is left as it is; name another path, or delete it if nobody needs it",
             )
-            raise EngineFault("kv_file_other", message)
         self.slots = int(slots)
         self._data_at = PAGE + -(-self.slots * RECORD.itemsize // PAGE) * PAGE
         self._records = np.zeros(self.slots, RECORD)

@@ -18,10 +18,10 @@ from typing import Protocol
 
 from pageturner import memory
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.executor.kv_memory import state_share
 from pageturner.kv.kv_block_file import BlockFile
-from pageturner.kv.kv_events import KVEvents
+from pageturner.kv.kv_events import KVEvents, Sender
 from pageturner.kv.kv_link import LEAST_KEY, LinkEnd, LinkIdentity
 from pageturner.kv.kv_tiers import KVTiers
 from pageturner.kv.kv_transfer import KVStorage, KVTransfer, StateTransfer, Transfer
@@ -76,7 +76,10 @@ class KVConnectors:
         self.state_tiers: KVTiers | None = None
         self.remote_prefill: RemotePrefill | None = None
         self.prefill_server: PrefillServer | None = None
-        self._events = KVEvents.of(config) if config.kv_events else None
+        self._events: KVEvents | None = None
+        if config.kv_events:
+            sender = Sender(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+            self._events = KVEvents(sender)
         self._late = Listener(
             committed=lambda report: self.tiers.committed(report) if self.tiers else None,
             stats=self._stats,
@@ -136,9 +139,9 @@ class KVConnectors:
         for tiers in self._both:
             figures |= tiers.stats()
         if self.prefill_server is not None:
-            figures |= {name: float(self.prefill_server.counts[name]) for name in SENT}
+            figures |= {name: self.prefill_server.counts[name] for name in SENT}
         if self.remote_prefill is not None:
-            figures |= {name: float(self.remote_prefill.counts[name]) for name in RECEIVED}
+            figures |= {name: self.remote_prefill.counts[name] for name in RECEIVED}
         return figures
 
     def attach(self, pool: BlockPool, storage: KVStorage | None, model: str, vocab: int) -> None:
@@ -191,19 +194,10 @@ class KVConnectors:
         return KVTiers(transfer, host, file) if host or file is not None else None
 
 
-SENT = (
-    "kv_sent_blocks",
-    "kv_sent_bytes",
-    "prefill_guests",
-    "prefill_links_failed",
-    "prefill_peers_refused",
-)
-RECEIVED = (
-    "kv_received_blocks",
-    "kv_received_bytes",
-    "prefill_asked",
-    *(f"prefill_fallback_{one}" for one in CAUSES),
-)
+SENT = ["kv_sent_blocks", "kv_sent_bytes", "prefill_guests"]
+SENT += ["prefill_links_failed", "prefill_peers_refused"]
+RECEIVED = ["kv_received_blocks", "kv_received_bytes", "prefill_asked"]
+RECEIVED += [f"prefill_fallback_{cause}" for cause in CAUSES]
 KEY_VARIABLE = "PAGETURNER_PREFILL_KEY"
 
 
@@ -211,37 +205,39 @@ def address_of(text: str, flag: str) -> tuple[str, int]:
     """(host, port) of HOST:PORT. EngineFault."""
     host, _, port = text.strip().rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise EngineFault("bad_setting", f"{flag} takes HOST:PORT, as 10.0.0.7:8100, not {text!r}")
+        raise bad_setting(f"{flag} takes HOST:PORT, as 10.0.0.7:8100, not {text!r}")
     return host.strip("[]"), int(port)
 
 
 def prefill_key(config: EngineConfig) -> bytes:
     """Return the key that both ends of a link know; b"" where there is none to be. EngineFault."""
+    needed = {
+        "both": ("", True),
+        "prefill": ("--prefill-listen", config.prefill_listen),
+        "decode": ("--prefill-from", config.prefill_from),
+    }
+    flag, given = needed[config.role]
+    if not given:
+        raise bad_setting(f"--role {config.role} needs {flag} HOST:PORT")
     if not (config.prefill_listen or config.prefill_from):
-        if config.role != "both":
-            flag = "--prefill-listen" if config.role == "prefill" else "--prefill-from"
-            raise EngineFault("bad_setting", f"--role {config.role} needs {flag} HOST:PORT")
         return b""
-    if config.role == "prefill" and not config.prefill_listen:
-        raise EngineFault("bad_setting", "--role prefill needs --prefill-listen HOST:PORT")
-    if config.role == "decode" and not config.prefill_from:
-        raise EngineFault("bad_setting", "--role decode needs --prefill-from HOST:PORT")
-    for one in (*config.prefill_from.split(","), config.prefill_listen):
-        if one:
-            address_of(
-                one, "--prefill-from" if one != config.prefill_listen else "--prefill-listen"
-            )
+    for one in filter(None, config.prefill_from.split(",")):
+        address_of(one, "--prefill-from")
+    if config.prefill_listen:
+        address_of(config.prefill_listen, "--prefill-listen")
     key = os.environ.get(KEY_VARIABLE, "").encode()
     if config.prefill_key_file:
         try:
             key = Path(config.prefill_key_file).read_bytes()[:4096].strip()
         except OSError as error:
-            message = f"--prefill-key-file cannot be read ({error.strerror})"
-            raise EngineFault("prefill_key", message) from None
+            raise EngineFault(
+                "prefill_key", f"--prefill-key-file cannot be read ({error.strerror})"
+            ) from None
     if len(key) < LEAST_KEY:
-        message = f"prefill elsewhere needs a key of {LEAST_KEY} bytes or more: --prefill-key-file FILE, or"
         raise EngineFault(
-            "prefill_key", f"{message} {KEY_VARIABLE} in the environment of both engines"
+            "prefill_key",
+            f"prefill elsewhere needs a key of {LEAST_KEY} bytes or more: --prefill-key-file FILE, or"
+            f" {KEY_VARIABLE} in the environment of both engines",
         )
     return key
 
@@ -251,13 +247,15 @@ def check(config: EngineConfig) -> None:
     if not wants_tiers(config):
         return
     if not config.enable_prefix_caching:
-        message = "tiers and prefill elsewhere need the prefix cache: leave out --no-enable-prefix-caching"
-        raise EngineFault("bad_setting", message)
-    if config.backend in ("fake", "null"):
-        raise EngineFault(
-            "bad_setting", f"--backend {config.backend} has no KV to keep or send: leave that out"
+        raise bad_setting(
+            "tiers and prefill elsewhere need the prefix cache: leave out --no-enable-prefix-caching"
         )
+    if config.backend in ("fake", "null"):
+        raise bad_setting(f"--backend {config.backend} has no KV to keep or send: leave that out")
     free = memory.available()
     if free is not None and config.kv_host_memory > free:
-        message = f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free: ask for less"
-        raise EngineFault("kv_memory", message)
+        raise EngineFault(
+            "kv_memory",
+            f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free:"
+            " ask for less",
+        )

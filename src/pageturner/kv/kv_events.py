@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, pip_install
 from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.scheduler.blocks import BlockPool
@@ -98,11 +97,6 @@ class KVEvents:
             committed=self._committed,
             stats=sender.stats,
         )
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> KVEvents:
-        """Return events with a sender at the addresses of the settings. EngineFault."""
-        return cls(Sender(config.kv_events, config.kv_events_replay, config.kv_events_topic))
 
     def attach(self, pool: BlockPool) -> None:
         """Begin: whatever subscribers know of an engine before this one is gone."""
@@ -194,8 +188,8 @@ class Sender:
     def stats(self) -> dict[str, float]:
         """Batches sent and dropped."""
         return {
-            "kv_event_batches": float(self._sent),
-            "kv_event_batches_dropped": float(self._dropped),
+            "kv_event_batches": self._sent,
+            "kv_event_batches_dropped": self._dropped,
         }
 
     def close(self) -> None:
@@ -250,8 +244,9 @@ def _zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        message = f"--kv-events needs ZeroMQ: {pip_install('kv-events')}"
-        raise EngineFault("no_zeromq", message) from error
+        raise EngineFault(
+            "no_zeromq", f"--kv-events needs ZeroMQ: {pip_install('kv-events')}"
+        ) from error
     return zmq
 
 

@@ -47,27 +47,16 @@ def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
             spec.latent,
         )
     except MemoryError as error:
-        message = (
-            f"the system refuses to map {spec.nbytes / 1e6:.0f} MB of KV memory: ask for less of it"
-        )
-        raise EngineFault("kv_memory", message) from error
-
-
-def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
-    """XXH64 of the bytes of each block, all its layers, begun with its seed: never 0, which stands
-    for none.
-    kv  None: of blocks without bytes, because all layers have a window and other storage"""
-    sums = np.zeros(len(blocks), np.uint64)
-    if kv is not None:
-        native_module.module().block_sums(
-            kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums
-        )
-    return np.maximum(sums, np.uint64(1))
+        raise EngineFault(
+            "kv_memory",
+            f"the system refuses to map {spec.nbytes / 1e6:.0f} MB of KV memory:"
+            " ask for less of it",
+        ) from error
 
 
 def row_sums(rows: NDArray[np.uint8], seeds: U64) -> U64:
-    """The same of plain rows [n, bytes], which need not be KV of this backend. Where the compiled
-    module is absent it is made with BLAKE2b. Never 0."""
+    """XXH64 of plain rows [n, bytes], begun with seeds, which need not be KV of this backend. Where
+    the compiled module is absent it is made with BLAKE2b. Never 0."""
     sums = np.zeros(len(rows), np.uint64)
     if native_module.available_isas():
         native_module.module().row_sums(rows, seeds, sums)
@@ -80,13 +69,6 @@ def row_sums(rows: NDArray[np.uint8], seeds: U64) -> U64:
     return np.maximum(sums, np.uint64(1))
 
 
-def take_huge_pages(kv: KV | None, blocks: int) -> None:
-    """Put the first so many blocks on huge pages, and a little more: they are taken from the first
-    on."""
-    if kv is not None:
-        kv.take_huge_pages(blocks * kv.memory.shape[1] + AHEAD)
-
-
 @dataclass(frozen=True, slots=True)
 class KVBytes:
     """The storage of KV as a survival file sees it; kv: None where blocks have no bytes."""
@@ -96,12 +78,19 @@ class KVBytes:
     threads: int
 
     def checksums(self, blocks: I32, seeds: U64) -> U64:
-        """Make the checksums of blocks."""
-        return checksums(self.kv, blocks, seeds, self.threads)
+        """XXH64 of the bytes of each block, all its layers, begun with its seed: never 0, which
+        stands for none."""
+        sums = np.zeros(len(blocks), np.uint64)
+        if self.kv is not None:
+            threads = self.threads if len(blocks) > FEW else 1
+            native_module.module().block_sums(self.kv, blocks, seeds, threads, sums)
+        return np.maximum(sums, np.uint64(1))
 
     def take_huge_pages(self, blocks: int) -> None:
-        """Put the first so many blocks on huge pages."""
-        take_huge_pages(self.kv, blocks)
+        """Put the first so many blocks on huge pages, and a little more: they are taken from the
+        first on."""
+        if self.kv is not None:
+            self.kv.take_huge_pages(blocks * self.kv.memory.shape[1] + AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +109,6 @@ class StateBytes:
 
     def take_huge_pages(self, blocks: int) -> None:
         """They are left to the system."""
+
+
+StoredBytes = KVBytes | StateBytes  # chained: a block is of use only with those before it

@@ -26,14 +26,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from time import perf_counter
-from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
-from pageturner.kernels.base import I32, KV, KVSpec
+from pageturner.kernels.base import KV, KVSpec
 from pageturner.kernels.recurrent import RecurrentCache
 from pageturner.kv import kv_file
 from pageturner.kv.kv_block_file import RECORD
@@ -111,8 +110,10 @@ class SurvivingKV:
         try:
             memory = mmap.mmap(self._fd, size, offset=offset)
         except (OSError, ValueError) as error:
-            message = f"the system refuses to map {size / 1e6:.0f} MB of states: ask for less of it"
-            raise EngineFault("kv_memory", message) from error
+            raise EngineFault(
+                "kv_memory",
+                f"the system refuses to map {size / 1e6:.0f} MB of states: ask for less of it",
+            ) from error
         self._states = np.frombuffer(memory, np.uint8).reshape(shape)
         return replace(cache, states=self._states)
 
@@ -127,7 +128,7 @@ class SurvivingKV:
         none = [None] * (
             len(stores) - len(self._storage)
         )  # whole blocks, if all layers have a window
-        bytes_of: list[StoredBytes] = [
+        bytes_of: list[kv_file.StoredBytes] = [
             kv_file.KVBytes(kv, self._threads) for kv in (*none, *self._storage)
         ]
         if self._states is not None:
@@ -149,22 +150,15 @@ class SurvivingKV:
         """Blocks that were taken back from the process before; seconds that checksums took in
         steps."""
         seconds = sum(directory.seconds for directory in self._directories)
-        return {"kv_blocks_taken_back": float(self.taken), "kv_checksum_seconds": seconds}
-
-
-class StoredBytes(Protocol):
-    """The memory of one store. chained: a block is of use only with those before it."""
-
-    chained: ClassVar[bool]
-
-    def checksums(self, blocks: I32, seeds: kv_file.U64) -> kv_file.U64: ...
-    def take_huge_pages(self, blocks: int) -> None: ...
+        return {"kv_blocks_taken_back": self.taken, "kv_checksum_seconds": seconds}
 
 
 class Directory:
     """The records of one store. seconds: what it took to write them, checksums included."""
 
-    def __init__(self, store: Store, stored: StoredBytes, records: NDArray[np.void]) -> None:
+    def __init__(
+        self, store: Store, stored: kv_file.StoredBytes, records: NDArray[np.void]
+    ) -> None:
         self._store, self._stored = store, stored
         self._keys, self._sums, self._stamps = (records[name] for name in RECORD.names or ())
         self._new_blocks: dict[int, bytes] = {}  # blocks of the step under way

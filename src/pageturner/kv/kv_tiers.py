@@ -367,14 +367,15 @@ class KVTiers:
     def stats(self) -> dict[str, float]:
         """Return by tier the blocks and bytes that are there, found, stored, lost; errors.
         file_state: 0 none, 1 it is read, 2 it is written too."""
-        file, figures = self.file, {name: float(self.counts[name]) for name in COUNTED}
-        figures["host_errors"] = float(self.host.errors)
-        figures["file_state"] = 0.0 if file is None else 1.0 + file.writes
-        figures["block_bytes"] = float(self._transfer.nbytes)
+        file = self.file
+        figures = {name: self.counts[name] for name in COUNTED}
+        figures["host_errors"] = self.host.errors
+        figures["file_state"] = 0 if file is None else 1 + file.writes
+        figures["block_bytes"] = self._transfer.nbytes
         there = {"host": len(self.host), "file": file.count if file is not None else 0}
         for tier, blocks in there.items():
-            figures[f"{tier}_blocks"] = float(blocks)
-            figures[f"{tier}_bytes"] = float(blocks * self._transfer.nbytes)
+            figures[f"{tier}_blocks"] = blocks
+            figures[f"{tier}_bytes"] = blocks * self._transfer.nbytes
         return {f"{self._transfer.name}_{name}": figure for name, figure in figures.items()}
 
     def close(self) -> None:

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pageturner.block_keys import block_key, chain_keys, root_key, salted_key
 from pageturner.kernels.base import KV, KVSpec, Ops
-from pageturner.kv.kv_block_file import sum_of
+from pageturner.kv.kv_block_file import Bytes, sum_of
+from pageturner.kv.store_hooks import bring_up
 from pageturner.request import Request
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.store import Store
-
-Bytes = NDArray[np.uint8]
+from pageturner.scheduler.types import Sequence
 
 
 class BadBlock(ValueError):
@@ -38,7 +36,7 @@ class KVStorage:
     ops: Ops
     kv: KV
     spec: KVSpec
-    states: NDArray[np.uint8] | None = None
+    states: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Transfer(ABC):
 
     def request_keys(self, request: Request) -> Iterator[bytes]:
         """Yield the keys of the blocks with which a request may begin."""
-        keys = request_keys(self.pool, self.model, request)
+        keys = self.pool.keys(sequence_of(request))
         return islice(keys, self.every - 1, None, self.every)
 
     @abstractmethod
@@ -107,18 +105,9 @@ class Transfer(ABC):
     def place(self, key: bytes, data: Bytes) -> int | None:
         """Make a block findable whose bytes are known to be right. Returns its number; None where
         no block can be taken now."""
-        store = self.store
-        if (there := store.index.get(key)) is not None:
+        if (there := self.store.index.get(key)) is not None:
             return there
-        if not store.available:
-            return None
-        table: list[int] = []
-        store.write(table, 0, 1)
-        block = table[0]
-        self.write(block, data)
-        store.publish(table, 0, key)
-        store.truncate(table, 0)
-        return block
+        return bring_up(self.store, key, lambda block: self.write(block, data))
 
 
 class StateTransfer(Transfer):
@@ -155,27 +144,7 @@ class KVTransfer(Transfer):
         self._ops.write_blocks(self._kv, np.array([block], np.int32), data[None])
 
 
-def known_tokens(request: Request) -> list[int]:
-    """The tokens that are known when a request comes."""
-    return [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
-
-
-def request_keys(pool: BlockPool, model: str, request: Request) -> Iterator[bytes]:
-    """The keys of the blocks with which a request may begin, each made when it is asked for."""
-    tokens = known_tokens(request)
-    last, start, size = len(tokens) - 1, request.logits_from, pool.block_size
-    count = max(0, (last if start is None else min(last, start)) // size)
-    tokens = tokens[: count * size]
-    if not request.salt:
-        yield from chain_keys(root_key(model, request.adapter), tokens, size, [])
-        return
-    before, place = root_key(model, request.adapter, request.salt), 0
-    if pool.public:
-        for key in chain_keys(root_key(model, request.adapter), tokens, size, []):
-            if pool.full.index.get(key) not in pool.public:
-                break
-            yield key
-            before, place = salted_key(key, request.salt), place + 1
-    for first in range(place * size, count * size, size):
-        before = block_key(before, tokens[first : first + size])
-        yield before
+def sequence_of(request: Request) -> Sequence:
+    """The sequence that a request begins with, with all tokens that are known when it comes."""
+    resumed = request.resume[0].tokens if len(request.resume) == 1 else ()
+    return Sequence(request, tokens=[*request.prompt, *resumed])

@@ -103,10 +103,10 @@ class PrefillServer:
             self._listener = socket.create_server(address, backlog=MAX_LINKS)
         except OSError as error:
             where = f"{address[0]}:{address[1]}"
-            message = (
-                f"--prefill-listen {where} cannot be had ({error.strerror}): take another port"
-            )
-            raise EngineFault("prefill_address", message) from None
+            raise EngineFault(
+                "prefill_address",
+                f"--prefill-listen {where} cannot be had ({error.strerror}): take another port",
+            ) from None
         self.port: int = self._listener.getsockname()[1]
         self._closing = False
         self._accepting = threading.Thread(target=self._accept, name="prefill-port", daemon=True)

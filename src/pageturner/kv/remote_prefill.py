@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkEnd, LinkError
-from pageturner.kv.kv_transfer import BadBlock, KVBlock, Transfer, known_tokens
+from pageturner.kv.kv_transfer import BadBlock, KVBlock, Transfer, sequence_of
 from pageturner.kv.prefill_server import ASKED, MAX_TOKENS, SUM
 from pageturner.request import Request
 
@@ -104,7 +104,7 @@ class RemotePrefill:
 
     def ticket(self, request: Request) -> PrefillTicket | None:
         """Return what the request has to wait for; None: it is computed here."""
-        tokens = known_tokens(request)
+        tokens = sequence_of(request).tokens
         if len(tokens) < self._least or len(tokens) > MAX_TOKENS or request.adapter:
             return None
         keys = list(self._transfer.request_keys(request))

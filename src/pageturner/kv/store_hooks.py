@@ -1,6 +1,8 @@
-"""Several who are told by one store: its hooks hold one function each.
+"""A store of blocks as slower memory uses it: several who are told by its hooks, which hold one
+function each, and blocks that come up.
 
-Owns how they are put one behind the other. Must not know who is told.
+Owns how hooks are put one behind the other, and how a block gets into a store. Must not know who is
+told, nor where a block comes from.
 """
 
 from __future__ import annotations
@@ -26,3 +28,19 @@ def _both(first: Hook, second: Hook) -> Hook:
         second(key, block)
 
     return hook
+
+
+def bring_up(
+    store: Store, key: bytes, write: Callable[[int], None] = lambda block: None
+) -> int | None:
+    """Make a block findable whose bytes come from elsewhere, as if it had been computed here and
+    released. None where no block can be taken now. write: puts the bytes into the block."""
+    if not store.available:
+        return None
+    table: list[int] = []
+    store.write(table, 0, 1)
+    block = table[0]
+    write(block)
+    store.publish(table, 0, key)
+    store.truncate(table, 0)
+    return block

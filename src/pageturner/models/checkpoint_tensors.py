@@ -76,10 +76,10 @@ class CheckpointTensors:
         'tensor_missing', 'weight_kind' or 'tensor_shape'."""
         info = self._info(name)
         if info.kind != kind:
-            message = (
-                f"tensor {name!r} is of type {info.kind}; {kind} was expected of such a checkpoint"
+            raise EngineFault(
+                "weight_kind",
+                f"tensor {name!r} is of type {info.kind}; {kind} was expected of such a checkpoint",
             )
-            raise EngineFault("weight_kind", message)
         self._check_shape(info, shape)
         return np.frombuffer(self._file.tensor(name)[2], _TYPES[kind]).reshape(info.shape)
 
@@ -115,8 +115,11 @@ class CheckpointTensors:
             shape
         ):
             wanted = ", ".join("any" if n is None else str(n) for n in shape)
-            message = f"tensor {info.name!r} has shape {info.shape}; ({wanted}) was expected"
-            raise EngineFault("tensor_shape", f"{message} by its quantization_config")
+            raise EngineFault(
+                "tensor_shape",
+                f"tensor {info.name!r} has shape {info.shape}; ({wanted}) was expected"
+                " by its quantization_config",
+            )
         if 0 in info.shape:
             raise EngineFault("tensor_shape", f"tensor {info.name!r} is empty: {info.shape}")
 

@@ -24,7 +24,6 @@ import re
 
 import numpy as np
 
-from pageturner.formats.ggml import U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.hf_values import HFConfig
@@ -32,6 +31,7 @@ from pageturner.models.quantised_matrix import (
     Codes,
     QuantisedMatrix,
     Readers,
+    as_pairs,
     block_sizes,
     group_count,
     group_of_columns,
@@ -42,6 +42,7 @@ from pageturner.models.quantised_matrix import (
     of_float8,
     of_nvfp4,
     unpack,
+    unpacked,
 )
 from pageturner.models.spec import unsupported
 
@@ -92,8 +93,10 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
 def _check_format(name: str) -> None:
     if name not in (*_FORMATS, "mixed-precision", "dense"):
-        message = f"compressed-tensors in the format {name!r} is not supported"
-        raise unsupported(f"{message}; there are {', '.join(_FORMATS)}")
+        raise unsupported(
+            f"compressed-tensors in the format {name!r} is not supported"
+            f"; there are {', '.join(_FORMATS)}"
+        )
 
 
 def _schemes(groups: HFConfig, names: list[str]) -> list[tuple[list[str], HFConfig]]:
@@ -168,18 +171,10 @@ def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
             packed = tensors.raw(name, "I32", (-(-rows * bits // 32), groups))
             zero = unpack(np.ascontiguousarray(packed.T), bits)[:, :rows].T.astype(np.int32)
     order = group_of_columns(tensors, prefix + ".weight_g_idx", columns, groups)
-
-    def codes(start: int, stop: int) -> U8:
-        return unpack(words[start:stop], bits)[:, :columns]
-
-    def pairs(start: int, stop: int) -> U8:
-        return np.ascontiguousarray(words[start:stop]).view(np.uint8)[:, : columns // 2]
-
     scale = _scale(tensors, prefix, rows, groups)
-    shape, of_four = (rows, columns), pairs if bits == 4 else None
-    return of_codes(
-        Codes(prefix, shape, bits, codes, scale, zero, order, of_four), "compressed-tensors"
-    )
+    pairs = as_pairs(words) if bits == 4 else None
+    codes = Codes(prefix, (rows, columns), bits, unpacked(words, bits), scale, zero, order, pairs)
+    return of_codes(codes, "compressed-tensors")
 
 
 def _integers(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:

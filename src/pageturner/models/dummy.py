@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.hf_config import CONFIG, read_config
 from pageturner.formats.mapped import TensorInfo
@@ -100,8 +100,7 @@ def _named(layout: Layout) -> Iterator[tuple[str, Part]]:
     """Every part that lies in a tensor, with its field."""
     for parts in (layout.top, *layout.layers):
         yield from ((field, part) for field, part in parts.items() if part.name)
-    for number in range(len(layout.layers)):
-        several = layout.several(number) if layout.experts else {}
+    for several in layout.several:
         each = [(field, part) for field, parts in several.items() for part in parts]
         yield from ((field, part) for field, part in each if part.name)
         yield from (("norm", Part(part.by, part.shape[1:])) for _, part in each if part.by)
@@ -115,15 +114,14 @@ def open_dummy(path: str | os.PathLike[str], seed: int) -> tuple[DummyFile, Mode
     """
     folder = Path(path)
     if not folder.is_dir():
-        message = f"--load-format dummy takes a folder with a {CONFIG}, and {path} is a file"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(
+            f"--load-format dummy takes a folder with a {CONFIG}, and {path} is a file"
+        )
     config = read_config(folder)
     if any(config.get(key) for key in QUANTISED.split()):
-        message = (
+        raise bad_setting(
             f"--load-format dummy makes floats, and {folder / CONFIG} tells of quantised weights"
-        )
-        raise EngineFault(
-            "bad_setting", f"{message}: take that out, and use --quantization int8 or int4"
+            ": take that out, and use --quantization int8 or int4"
         )
     spec = read_hf_spec(config, str(folder / CONFIG), folder.name, True)
     layout = hf_layout(spec, lambda name: False)

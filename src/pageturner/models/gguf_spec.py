@@ -6,10 +6,9 @@ gives wrong answers. Must not know weights or backends.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.formats.gguf import Array, GGUFFile
@@ -30,6 +29,7 @@ from pageturner.models.spec import (
     turns_nothing_on,
     unsupported,
 )
+from pageturner.models.tables import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,7 @@ class _Arch:
     keys: str = ""
 
 
-_ARCHES = {
-    arch: _Arch(**row)
-    for arch, row in json.loads(Path(__file__).with_name("gguf_arches.json").read_bytes()).items()
-}
+_ARCHES = {arch: _Arch(**row) for arch, row in table("gguf_arches").items()}
 # Keys behind "<arch>." whose value is used, or says nothing about the computation.
 _UNDERSTOOD = """
         block_count context_length embedding_length feed_forward_length vocab_size
@@ -132,11 +129,18 @@ class _KeyReader:
             raise EngineFault("model_invalid", f"{full} is {value}: it should be 1 to {most:,}")
         return value
 
+    def said(self, key: str) -> Any:
+        """Return what the file says, of any type; None: nothing."""
+        return self.file.metadata.get(f"{self.arch}.{key}")
+
     def whole(self, key: str) -> int:
         return self.file.get(f"{self.arch}.{key}", int, 0)
 
     def number(self, key: str, default: float) -> float:
         return self.file.get(f"{self.arch}.{key}", float, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.file.get(f"{self.arch}.{key}", bool, default)
 
     def spec(self) -> ModelSpec:
         family = FAMILIES[self.known.family]
@@ -155,7 +159,7 @@ class _KeyReader:
             if family.layer_norm
             else "attention.layer_norm_rms_epsilon"
         )
-        if self.arch.startswith("nemotron") and f"{self.arch}.{eps}" not in self.file.metadata:
+        if self.arch.startswith("nemotron") and self.said(eps) is None:
             eps = "attention.layer_norm_epsilon"
         experts = self.experts(layers)
         ffn = self.by_layer("feed_forward_length", layers, experts.ffn if experts else None)
@@ -220,7 +224,7 @@ class _KeyReader:
             return replace(spec, attn_temperature=Temper(spec.rope.original, scale, first=0))
         if self.arch in ("granite", "granitehybrid"):
             divisor = self.number("logit_scale", 1.0)
-            rotary = self.file.get(f"{self.arch}.rope.scaling.finetuned", bool, True)
+            rotary = self.flag("rope.scaling.finetuned", True)
             residual = self.number("residual_scale", 1.0)
             return replace(
                 spec,
@@ -276,7 +280,7 @@ class _KeyReader:
 
     def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
         """A size for each layer: one for all, or as listed."""
-        listed = self.file.metadata.get(f"{self.arch}.{key}")
+        listed = self.said(key)
         if self.known.recurrent in ("mamba", "conv") and isinstance(listed, Array):
             found = {size for size in self.listed(key, layers) if size > 0}
             if len(found) != 1:
@@ -291,12 +295,13 @@ class _KeyReader:
 
     def listed(self, key: str, layers: int) -> list[int]:
         """A size for each layer, of which there may be none: as listed, else one for all."""
-        listed = self.file.metadata.get(f"{self.arch}.{key}")
+        listed = self.said(key)
         if not isinstance(listed, Array):
             return [self.size(key)] * layers
         if not layers <= len(listed) <= MAX_LAYERS:
-            message = f"{self.arch}.{key} has {len(listed)} entries for {layers} layers"
-            raise EngineFault("model_invalid", message)
+            raise EngineFault(
+                "model_invalid", f"{self.arch}.{key} has {len(listed)} entries for {layers} layers"
+            )
         return listed.integers()[:layers]
 
     def feeds(self, layers: int) -> frozenset[int] | None:
@@ -412,13 +417,14 @@ class _KeyReader:
         listed = self.file.metadata.get(f"{key}_pattern")
         if isinstance(listed, Array):
             if len(listed) != layers:
-                message = f"{key}_pattern has {len(listed)} entries for {layers} layers"
-                raise EngineFault("model_invalid", message)
+                raise EngineFault(
+                    "model_invalid", f"{key}_pattern has {len(listed)} entries for {layers} layers"
+                )
             return frozenset(i for i, flag in enumerate(listed.tolist()) if flag)
         every = (
             self.known.every if listed is None else self.size("attention.sliding_window_pattern")
         )
-        return _windowed(layers, every)
+        return frozenset(i for i in range(layers) if not every or (i + 1) % every)
 
     def latent(self) -> LatentSpec | None:
         """Newer files speak of the latent KV as of one KV head, and of the heads in keys of their
@@ -426,7 +432,7 @@ class _KeyReader:
         if self.arch != "deepseek2":
             return None
         rank, rotary = self.size("attention.kv_lora_rank"), self.size("rope.dimension_count")
-        newer = f"{self.arch}.attention.key_length_mla" in self.file.metadata
+        newer = self.said("attention.key_length_mla") is not None
         ending = "_mla" if newer else ""
         key, value = (self.size(f"attention.{part}_length{ending}") for part in ("key", "value"))
         sizes = self.size("attention.key_length"), self.size("attention.value_length")
@@ -504,7 +510,7 @@ class _KeyReader:
             return None
         if not self.known.experts:
             raise unsupported(f"{self.arch}.expert_count = {count} is not supported")
-        inner = f"{self.arch}.expert_feed_forward_length" in self.file.metadata
+        inner = self.said("expert_feed_forward_length") is not None
         ffn = self.size("expert_feed_forward_length" if inner else "feed_forward_length")
         step = self.size("interleave_moe_layer_step", 1)
         routed = range(max(self.whole("leading_dense_block_count"), 0), layers)
@@ -525,13 +531,11 @@ class _KeyReader:
             scoring = SCORINGS[kind - 1]
         elif self.arch == "deepseek2" and biased:  # the first files of GLM-4.7-Flash do not say
             scoring = "sigmoid"
-        normalised = self.known.experts == "normalised"
-        key = f"{self.arch}.expert_weights_norm"
         return ExpertSpec(
             count,
             self.size("expert_used_count"),
             ffn,
-            self.file.get(key, bool, normalised),
+            self.flag("expert_weights_norm", self.known.experts == "normalised"),
             sparse,
             shared=beside.shape[0] if beside else 0,
             scoring=scoring,
@@ -544,10 +548,6 @@ class _KeyReader:
             best=1 + biased,
             extra=1e-6 if self.arch == "lfm2moe" else 0.0,
         )
-
-
-def _windowed(layers: int, every: int) -> frozenset[int]:
-    return frozenset(i for i in range(layers) if not every or (i + 1) % every)
 
 
 def _vocab(file: GGUFFile) -> int:

@@ -43,11 +43,13 @@ from pageturner.models.quantised_matrix import (
     Codes,
     QuantisedMatrix,
     Readers,
+    as_pairs,
     group_count,
     group_of_columns,
     invalid,
     of_codes,
     unpack,
+    unpacked,
 )
 from pageturner.models.spec import unsupported
 
@@ -79,8 +81,10 @@ def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> R
     if config.get("is_marlin_format", bool, False):
         layout = "marlin"
     if layout not in ("gptq", "gptq_v2", "gptq_p"):
-        message = f"GPTQ in the layout {layout!r} is not supported: it is made for kernels of GPUs"
-        raise unsupported(f"{message}; use a folder in the layout 'gptq' or 'gptq_v2'")
+        raise unsupported(
+            f"GPTQ in the layout {layout!r} is not supported: it is made for kernels of GPUs"
+            "; use a folder in the layout 'gptq' or 'gptq_v2'"
+        )
     if not 2 <= bits <= 8:
         raise unsupported(f"GPTQ with {bits} bits is not supported; 2 to 8 bits are")
     config.expect("planar", False)
@@ -107,8 +111,7 @@ def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> R
         if symmetric and len(set(zero.flat)) == 1 and zero.flat[0] in (middle - 1, middle):
             zero = np.full_like(zero, middle)
         elif symmetric:
-            message = f"it says that weights are symmetric, and {prefix}.qzeros says otherwise"
-            raise invalid(message)
+            raise invalid(f"it says that weights are symmetric, and {prefix}.qzeros says otherwise")
         elif layout == "gptq":
             zero = (zero + 1) & ((1 << bits) - 1)
         groups = group_of_columns(tensors, prefix + ".g_idx", columns, scale.shape[1])
@@ -140,8 +143,10 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     size = config.get("group_size", int, 0) or config.get("q_group_size", int, 128)
     version = config.get("version", str, config.get("format", str, "gemm")).lower()
     if version not in ("gemm", "gemv", "gemv_fast", "llm-awq"):
-        message = f"AWQ in the layout {version!r} is not supported"
-        raise unsupported(f"{message}; use a folder in the layout 'gemm', 'gemv' or 'gemv_fast'")
+        raise unsupported(
+            f"AWQ in the layout {version!r} is not supported"
+            "; use a folder in the layout 'gemm', 'gemv' or 'gemv_fast'"
+        )
     if bits != 4:
         raise unsupported(f"AWQ with {bits} bits is not supported; 4 bits are")
     if not config.get("zero_point", bool, True):
@@ -156,14 +161,9 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
             raise invalid(f"{prefix}.qzeros has shape {zeros.shape}, and there are {groups} groups")
         scale = tensors.floats(prefix + ".scales", (shape[0], zeros.shape[1] * 8))[:, :groups]
         zero = unpack(zeros, 4)[:, :groups].astype(np.int32)
-
-        def pairs(start: int, stop: int) -> U8:
-            return np.ascontiguousarray(words[start:stop]).view(np.uint8)
-
-        def codes(start: int, stop: int) -> U8:
-            return unpack(words[start:stop], 4)
-
-        return of_codes(Codes(prefix, shape, 4, codes, scale, zero, pairs=pairs), "AWQ")
+        codes = unpacked(words, 4)
+        made = Codes(prefix, shape, 4, codes, scale, zero, pairs=as_pairs(words))
+        return of_codes(made, "AWQ")
 
     def gemv_fast(prefix: str) -> QuantisedMatrix:
         words = tensors.raw(prefix + ".qweight", "I16", (None, None))
@@ -221,10 +221,7 @@ def mlx(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         shape = (words.shape[0], words.shape[1] * 32 // bits)
         groups = (shape[0], group_count(prefix, shape[1], said["group_size"]))
         scale, low = (tensors.floats(prefix + one, groups) for one in (".scales", ".biases"))
-
-        def codes(start: int, stop: int) -> U8:
-            return unpack(words[start:stop], bits)
-
+        codes = unpacked(words, bits)
         zero = np.zeros((1, 1), np.int32)
         return of_codes(Codes(prefix, shape, bits, codes, scale, zero, low=low), "MLX")
 

@@ -8,9 +8,9 @@ computed.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
+
+from pageturner.models.tables import table
 
 # What generate() once read from here, with every value it had by default.
 _GENERATION = """
@@ -67,20 +67,25 @@ SAME = {
 # What all models here compute.
 ALWAYS = {"scale_attn_weights": True, "is_causal": True, "use_rope": True, "causal": True}
 
-_FAMILIES = json.loads(Path(__file__).with_name("hf_families.json").read_bytes())
+# A row for each model type that is read:
+# defaults     what Transformers takes where a file is silent, as far as it is not what most take (a
+#              key that is there with null is not silent)
+# keys         what it calls the keys of Llama; of several names the first that has a value counts
+# expected     keys that may say this alone
+# silent       keys that say nothing in it
+# experts      its layers, or some, are mixtures of experts
+# interleaved  its rotary pairs are neighbours
+# qk_norm      the key that says whether it has norms of queries and keys, their kind, and what
+#              silence says
+MODEL_TYPES = table("hf_families")
 
 
 def _column(name: str) -> dict[str, Any]:
-    return {arch: row[name] for arch, row in _FAMILIES.items() if name in row}
+    return {arch: row[name] for arch, row in MODEL_TYPES.items() if name in row}
 
 
-# By model type: what Transformers takes where a file is silent, as far as it is not what most take
-# (a key that is there with null is not silent); what it calls the keys of Llama (of several names
-# the first that has a value counts); keys that may say this alone; keys that say nothing in it.
 DEFAULTS: dict[str, dict[str, Any]] = _column("defaults")
 KEYS: dict[str, dict[str, str]] = _column("keys")
-EXPECTED: dict[str, dict[str, Any]] = _column("expected")
-SILENT: dict[str, str] = _column("silent")
 
 # Of models with a vision tower, everything outside of "text_config" that is about pictures.
 PICTURES = """

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pageturner.errors import EngineFault
-from pageturner.models.hf_experts import experts_of
-from pageturner.models.hf_llama import llama_like
+from pageturner.models.hf_llama import experts_of, llama_like
 from pageturner.models.hf_values import HFConfig
 from pageturner.models.spec import ExpertSpec, LinearSpec, ModelSpec, unsupported
 
@@ -20,15 +19,14 @@ def _delta_net(config: HFConfig) -> ModelSpec:
     every = config.size("full_attention_interval", 4)
     config.ignore("mtp_* mamba_ssm_dtype")
     config.expect("attn_output_gate", True)
-    dense = config.arch == "qwen3_5_text"
     sized = "moe_intermediate_size" if config.arch == "qwen3_5_moe_text" else "intermediate_size"
     spec = llama_like(config, ffn=sized)
     if listed is None:
         listed = [_KINDS[(i + 1) % every == 0] for i in range(spec.layers)]
-    kinds = _kinds(listed, spec.layers, dict(zip(_KINDS, _KINDS, strict=True)))
+    kinds = _layers_by_kind(listed, spec.layers, {kind: kind for kind in _KINDS})
     gate = config.get("output_gate_type", str, "silu")
     linear = LinearSpec(
-        _those(kinds, _KINDS[0]),
+        kinds[_KINDS[0]],
         config.size("linear_num_key_heads", 16),
         config.size("linear_num_value_heads", 32),
         config.size("linear_key_head_dim", 128),
@@ -37,8 +35,7 @@ def _delta_net(config: HFConfig) -> ModelSpec:
         log_decay=True,
         act="silu" if gate == "swish" else gate,
     )
-    experts = None if dense else experts_of(config, spec.layers)
-    return replace(spec, linear=linear, experts=experts)
+    return replace(spec, linear=linear)
 
 
 _KINDS = ("linear_attention", "full_attention")
@@ -55,8 +52,10 @@ def multiplied(config: HFConfig, spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _kinds(listed: object, layers: int, names: dict[str, str]) -> list[str]:
-    """The kind of each layer; names: that of each name that files have for one."""
+def _layers_by_kind(
+    listed: object, layers: int, names: dict[str, str]
+) -> dict[str, frozenset[int]]:
+    """The layers of each kind; names: the kind of each name that files have for one."""
     known = " or ".join(names)
     if not isinstance(listed, list) or any(type(name) is not str for name in listed):
         raise unsupported(f"layer_types should be a list of {known}, not {str(listed)[:80]}")
@@ -64,11 +63,10 @@ def _kinds(listed: object, layers: int, names: dict[str, str]) -> list[str]:
         raise unsupported(f"layer_types should name {known} for each of {layers} layers")
     if len(listed) != layers:
         raise EngineFault("model_invalid", f"layer_types names {len(listed)} of {layers} layers")
-    return [names[name] for name in listed]
-
-
-def _those(kinds: list[str], kind: str) -> frozenset[int]:
-    return frozenset(i for i, each in enumerate(kinds) if each == kind)
+    return {
+        kind: frozenset(i for i, name in enumerate(listed) if names[name] == kind)
+        for kind in names.values()
+    }
 
 
 def _lfm2(config: HFConfig) -> ModelSpec:
@@ -78,14 +76,14 @@ def _lfm2(config: HFConfig) -> ModelSpec:
     spec = llama_like(config)
     if listed is None and isinstance(attend, list):
         listed = [("conv", "full_attention")[i in attend] for i in range(spec.layers)]
-    kinds = _kinds(listed, spec.layers, {"conv": "conv", "full_attention": "full_attention"})
-    layers, kernel = _those(kinds, "conv"), config.size("conv_L_cache", 3)
+    names = {kind: kind for kind in ("conv", "full_attention")}
+    layers = _layers_by_kind(listed, spec.layers, names)["conv"]
+    kernel = config.size("conv_L_cache", 3)
     linear = LinearSpec(layers, 0, 0, 0, 0, kernel, kind="conv", width=spec.dim)
     spec = replace(spec, linear=linear if layers else None)
     if config.arch == "lfm2":
         return replace(spec, ffn=_adjusted(config, spec.ffn))
-    experts = experts_of(config, spec.layers)
-    return replace(spec, experts=experts and replace(experts, extra=1e-6))
+    return spec
 
 
 def _adjusted(config: HFConfig, ffn: int) -> int:
@@ -107,8 +105,9 @@ def _mamba(config: HFConfig, layers: frozenset[int], inner: int) -> LinearSpec:
     else:
         size = config.size("mamba_d_head")
     if inner and size * heads != inner:
-        message = f"{heads} heads of {size} are not the {inner} columns of a Mamba layer"
-        raise EngineFault("model_invalid", message)
+        raise EngineFault(
+            "model_invalid", f"{heads} heads of {size} are not the {inner} columns of a Mamba layer"
+        )
     return LinearSpec(
         layers,
         config.size("mamba_n_groups", 1),
@@ -133,18 +132,19 @@ def _limits(said: object) -> tuple[float, float]:
     try:
         low, high = (float(each) for each in found)
     except (TypeError, ValueError) as error:
-        message = f"time_step_limit should be two numbers, not {str(said)[:80]}"
-        raise EngineFault("config_invalid", message) from error
+        raise EngineFault(
+            "config_invalid", f"time_step_limit should be two numbers, not {str(said)[:80]}"
+        ) from error
     return low, high
 
 
 def _granite_hybrid(config: HFConfig) -> ModelSpec:
     """Granite 4: attention and Mamba2, dense or with experts beside the MLP."""
-    kinds = config.take("layer_types")
+    listed = config.take("layer_types")
     config.ignore("init_method")
     config.expect("normalization_function", "rmsnorm")
     spec = multiplied(config, llama_like(config, ffn="shared_intermediate_size"))
-    kinds = _kinds(kinds, spec.layers, _GRANITE)
+    layers = _layers_by_kind(listed, spec.layers, _GRANITE)["mamba"]
     experts, count = None, config.get("num_local_experts", int, 8)
     if count:
         experts = ExpertSpec(
@@ -157,7 +157,7 @@ def _granite_hybrid(config: HFConfig) -> ModelSpec:
             scale=spec.residual,
         )
     config.ignore("num_experts_per_tok intermediate_size")
-    layers, inner = _those(kinds, "mamba"), config.size("mamba_expand", 2) * spec.dim
+    inner = config.size("mamba_expand", 2) * spec.dim
     linear = _mamba(config, layers, inner) if layers else None
     config.ignore("mamba_* time_step_*")
     positions = config.raw("position_embedding_type")
@@ -183,10 +183,11 @@ def _nemotron_h(config: HFConfig) -> ModelSpec:
     config.ignore("num_hidden_layers")
     if listed is None and isinstance(pattern, str):
         listed = [_PATTERN.get(letter, letter) for letter in pattern]
-    kinds = _kinds(listed, len(listed or ()), _NEMOTRON)
-    config.put("num_hidden_layers", len(kinds))
+    count = len(listed or ())
+    kinds = _layers_by_kind(listed, count, _NEMOTRON)
+    config.put("num_hidden_layers", count)
     spec = llama_like(config)
-    experts, sparse = None, _those(kinds, "moe")
+    experts, sparse = None, kinds["moe"]
     if sparse:
         experts = experts_of(config, spec.layers)
         assert experts is not None
@@ -195,9 +196,9 @@ def _nemotron_h(config: HFConfig) -> ModelSpec:
     config.ignore("num_experts_per_tok topk_group scoring_func topk_method")
     return replace(
         spec,
-        linear=_mamba(config, _those(kinds, "mamba"), 0),
+        linear=_mamba(config, kinds["mamba"], 0),
         experts=experts,
-        feeds=sparse | _those(kinds, "mlp"),
+        feeds=sparse | kinds["mlp"],
         no_rope=frozenset(range(spec.layers)),
     )
 

@@ -14,9 +14,14 @@ from dataclasses import replace
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import GATED
-from pageturner.models.hf_experts import experts_of
-from pageturner.models.hf_keys import DEFAULTS, EXPECTED, PICTURES, QUANTISED, SILENT
-from pageturner.models.hf_llama import activation, llama_like, no_rope_layers, rope_section
+from pageturner.models.hf_keys import MODEL_TYPES, PICTURES, QUANTISED
+from pageturner.models.hf_llama import (
+    activation,
+    experts_of,
+    llama_like,
+    no_rope_layers,
+    rope_section,
+)
 from pageturner.models.hf_recurrent import RECURRENT, multiplied
 from pageturner.models.hf_values import HFConfig, Json
 from pageturner.models.rope import yarn_amplitude
@@ -45,16 +50,24 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     if arch in _TEXT_PARTS:
         values, where = _text_part(values, where), f"{where}, text_config"
         arch = HFConfig(values, where).get("model_type", str, _TEXT_PARTS[arch])
-    reader = _READERS.get(arch)
-    if reader is None:
-        raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
+    if arch not in MODEL_TYPES:
+        raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(MODEL_TYPES)}")
     ours = arch.removesuffix("_text").removesuffix("_unified") if "gemma" in arch else arch
-    config = HFConfig(DEFAULTS.get(arch, {}) | values, where, ours, name)
+    row = MODEL_TYPES[arch]
+    config = HFConfig(row.get("defaults", {}) | values, where, ours, name)
     config.ignore(QUANTISED)  # how weights lie in their files
-    config.ignore(SILENT.get(arch, ""))
-    for key, wanted in EXPECTED.get(arch, {}).items():
+    config.ignore(row.get("silent", ""))
+    for key, wanted in row.get("expected", {}).items():
         config.expect(key, wanted)
-    spec = reader(config)
+    spec = _READERS.get(arch, llama_like)(config)
+    if row.get("interleaved"):
+        spec = replace(spec, rope=replace(spec.rope, interleaved=True))
+    if "qk_norm" in row:
+        key, norm, usual = row["qk_norm"]
+        norm = norm if config.get(key, bool, usual) else ""
+        spec = replace(spec, family=replace(spec.family, qk_norm=norm))
+    if row.get("experts"):
+        spec = replace(spec, experts=experts_of(config, spec.layers))
     tied = config.get("tie_word_embeddings", bool, not has_head)
     spec = replace(spec, tied=tied)
     config.done(spec)
@@ -176,20 +189,8 @@ def _global_heads(config: HFConfig, local: tuple[int, int], same: bool) -> tuple
     return found.pop()
 
 
-def _with_experts(config: HFConfig) -> ModelSpec:
-    spec = llama_like(config)
-    return replace(spec, experts=experts_of(config, spec.layers))
-
-
-def _qk_normed(config: HFConfig) -> ModelSpec:
-    """GLM-4.5, of which only the largest has norms of queries and keys."""
-    spec = _with_experts(config)
-    norm = "head" if config.get("use_qk_norm", bool, False) else ""
-    return replace(spec, family=replace(spec.family, qk_norm=norm))
-
-
 def _minimax_m2(config: HFConfig) -> ModelSpec:
-    spec = _with_experts(config)
+    spec = llama_like(config)
     return replace(spec, rope=replace(spec.rope, dim=config.size("rotary_dim", spec.rope.dim)))
 
 
@@ -201,9 +202,7 @@ def _global_without_rope(config: HFConfig) -> ModelSpec:
 
 
 def _cohere2(config: HFConfig) -> ModelSpec:
-    return _interleaved(
-        replace(_global_without_rope(config), logit_scale=config.get("logit_scale", float))
-    )
+    return replace(_global_without_rope(config), logit_scale=config.get("logit_scale", float))
 
 
 def _ministral3(config: HFConfig) -> ModelSpec:
@@ -217,22 +216,10 @@ def _ministral3(config: HFConfig) -> ModelSpec:
     return replace(spec, attn_temperature=Temper(floor, beta, first=0))
 
 
-def _ernie(config: HFConfig) -> ModelSpec:
-    config.expect("use_bias", False)
-    return _interleaved(llama_like(config))
-
-
-def _ernie_moe(config: HFConfig) -> ModelSpec:
-    spec = _ernie(config)
-    return replace(spec, experts=experts_of(config, spec.layers))
-
-
 def _stablelm(config: HFConfig) -> ModelSpec:
     spec = llama_like(config)
-    family = replace(spec.family, parallel=config.get("use_parallel_residual", bool, False))
-    if config.get("qk_layernorm", bool, False):
-        family = replace(family, qk_norm="own")
-    return replace(spec, family=family)
+    parallel = config.get("use_parallel_residual", bool, False)
+    return replace(spec, family=replace(spec.family, parallel=parallel))
 
 
 def _smollm3(config: HFConfig) -> ModelSpec:
@@ -240,22 +227,9 @@ def _smollm3(config: HFConfig) -> ModelSpec:
     return replace(spec, no_rope=no_rope_layers(config, spec.layers))
 
 
-def _granite(config: HFConfig) -> ModelSpec:
-    """Granite 3, and what is dense of Granite 4."""
-    return multiplied(config, llama_like(config))
-
-
-def _interleaved(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, rope=replace(spec.rope, interleaved=True))
-
-
-def _glm(config: HFConfig) -> ModelSpec:
-    return _interleaved(llama_like(config))
-
-
 def _chatglm(config: HFConfig) -> ModelSpec:
     """ChatGLM 2 and 3, and GLM-4 before Transformers had it."""
-    spec = _glm(config)
+    spec = llama_like(config)
     base = spec.rope.base * config.get("rope_ratio", float, 1.0)
     return replace(spec, rope=replace(spec.rope, base=base))
 
@@ -275,12 +249,12 @@ def _gpt_oss(config: HFConfig) -> ModelSpec:
         raise EngineFault(
             "config_invalid", "gpt-oss needs rope_scaling, which says how it was stretched"
         )
-    spec = _with_experts(config)
+    spec = llama_like(config)
     return replace(spec, family=replace(spec.family, act=GATED))
 
 
 def _llama4(config: HFConfig) -> ModelSpec:
-    spec = _interleaved(llama_like(config, ffn="intermediate_size_mlp"))
+    spec = llama_like(config, ffn="intermediate_size_mlp")
     config.raw("for_llm_compressor")
     step, listed = config.size("interleave_moe_layer_step", 1), config.raw("moe_layers")
     layers = list(range(step - 1, spec.layers, step)) if listed is None else listed
@@ -301,10 +275,8 @@ def _llama4(config: HFConfig) -> ModelSpec:
     )
     tuned = config.raw("attn_temperature_tuning")
     scale, floor = config.get("attn_scale", float, 0.1), config.size("floor_scale", 8192)
-    unit = "unit" if config.get("use_qk_norm", bool, True) else ""
     return replace(
         spec,
-        family=replace(spec.family, qk_norm=unit),
         experts=experts if layers else None,
         chunked=True,
         no_rope=without,
@@ -326,7 +298,7 @@ def _latent(config: HFConfig) -> ModelSpec:
     if spec.family.o_bias:
         raise unsupported("a latent KV with attention_bias is not supported")
     if config.get("rope_interleave", bool, True):
-        spec = _interleaved(spec)
+        spec = replace(spec, rope=replace(spec.rope, interleaved=True))
     scale = (latent.nope + latent.rotary) ** -0.5 * _of_scores(config, spec) ** 2
     return replace(
         spec,
@@ -334,7 +306,6 @@ def _latent(config: HFConfig) -> ModelSpec:
         kv_heads=1,
         head_dim=latent.rank + latent.rotary,
         attention_scale=scale,
-        experts=experts_of(config, spec.layers),
     )
 
 
@@ -354,38 +325,22 @@ def _opt(config: HFConfig) -> ModelSpec:
     return llama_like(config)
 
 
-def _bloom(config: HFConfig) -> ModelSpec:
-    """ALiBi knows no longest context; the training length is taken where the file names it."""
-    config.raw("offset_alibi")  # a shift of all scores, which changes nothing
-    return llama_like(config)
-
-
-_PLAIN = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gpt2", "phi3", "starcoder2"}
-_PLAIN |= {"seed_oss", "ministral", "internlm2", "hunyuan_v1_dense", "arcee", "internlm3", "phi"}
-_MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
+# Model types that say more than Llama, or otherwise.
 _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
-    **dict.fromkeys(_PLAIN, llama_like),
-    **dict.fromkeys(_MIXTURES, _with_experts),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _gemma),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _gemma4),
     "opt": _opt,
-    "bloom": _bloom,
     "smollm3": _smollm3,
-    "granite": _granite,
-    "glm": _glm,
-    "glm4": _glm,
+    "granite": lambda config: multiplied(config, llama_like(config)),
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _latent),
-    "glm4_moe": _qk_normed,
     "minimax_m2": _minimax_m2,
     "exaone4": _global_without_rope,
     "cohere2": _cohere2,
     "ministral3": _ministral3,
     "baichuan": _baichuan,
     "chatglm": _chatglm,
-    "ernie4_5": _ernie,
-    "ernie4_5_moe": _ernie_moe,
     "stablelm": _stablelm,
     **RECURRENT,
 }

@@ -59,8 +59,10 @@ class HFConfig:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            message = f"{self._where}: {key} should be of type {kind.__name__}, not {value!r}"
-            raise EngineFault("config_invalid", message)
+            raise EngineFault(
+                "config_invalid",
+                f"{self._where}: {key} should be of type {kind.__name__}, not {value!r}",
+            )
         return value
 
     def size(self, key: str, default: int | None = None, most: int = LARGEST - 1) -> int:

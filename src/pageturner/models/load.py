@@ -59,8 +59,10 @@ def load_model(path: str | os.PathLike[str], ops: Ops, **fields: Any) -> Decoder
     options = LoadOptions(**fields)
     if options.quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
-        message = f"quantization {options.quantization!r} is not supported; use one of {known}"
-        raise EngineFault("weight_dtype", message)
+        raise EngineFault(
+            "weight_dtype",
+            f"quantization {options.quantization!r} is not supported; use one of {known}",
+        )
     model = open_model(path, options.load_format, options.load_seed)
     with naming(path):
         if options.mtp:
@@ -78,8 +80,10 @@ def load_model(path: str | os.PathLike[str], ops: Ops, **fields: Any) -> Decoder
             if cache is not None:
                 cache.keep()
         except MemoryError as error:  # a limit that `memory.available` knows nothing of
-            message = "memory ran out while the weights were loaded: use a smaller or a more quantised model"
-            raise EngineFault("model_memory", message) from error
+            raise EngineFault(
+                "model_memory",
+                "memory ran out while the weights were loaded: use a smaller or a more quantised model",
+            ) from error
         finally:
             if cache is not None:
                 cache.close()
@@ -183,8 +187,8 @@ def with_mtp(model: OpenModel) -> OpenModel:
 
     in_gguf = old.startswith("blk.")
     head = gguf_layout(one, present) if in_gguf else hf_layout(one, present)
-    several = [{f: [*map(moved, parts)] for f, parts in head.several(0).items()}]
-    head = Layout(head.top, [{f: moved(p) for f, p in head.layers[0].items()}], several)
+    several = {f: [*map(moved, parts)] for f, parts in head.several[0].items()}
+    head = Layout(head.top, [{f: moved(p) for f, p in head.layers[0].items()}], [several])
     if not in_gguf:
         head = as_stored(head, file.tensors)
     last = replace(layout.top["norm"], times=1.0)
@@ -197,8 +201,7 @@ def with_mtp(model: OpenModel) -> OpenModel:
         layout,
         top=layout.top | top,
         layers=layout.layers + head.layers,
-        experts=layout.experts + head.experts,
-        heads=layout.heads and [*layout.heads, {}],
+        several=layout.several + head.several,
     )
     return OpenModel(file, spec, whole)
 
@@ -253,8 +256,11 @@ def check_memory(
     what a backend adds to them is its own to say."""
     needed = weight_bytes(file, layout, dtype, quantization)
     if free is not None and needed > free:
-        message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")
+        raise EngineFault(
+            "model_memory",
+            f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            ": use a smaller or a more quantised model",
+        )
 
 
 def check_tables(spec: ModelSpec, positions: int) -> None:
@@ -263,11 +269,10 @@ def check_tables(spec: ModelSpec, positions: int) -> None:
     needed = sum(table_bytes(rope, positions) for rope in ropes)
     free = memory.available()
     if free is not None and needed > free:
-        message = (
-            f"a context of {positions:,} tokens takes {needed / 1e9:.1f} GB of rotary tables, and"
-        )
         raise EngineFault(
-            "model_memory", f"{message} {free / 1e9:.1f} GB are free: use --max-model-len"
+            "model_memory",
+            f"a context of {positions:,} tokens takes {needed / 1e9:.1f} GB of rotary tables, and"
+            f" {free / 1e9:.1f} GB are free: use --max-model-len",
         )
 
 

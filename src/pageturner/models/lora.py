@@ -29,6 +29,7 @@ from pageturner.kernels.adapters import FIELDS, KINDS, MAX_RANK, AdapterWeights,
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.names import Layout, Part
 from pageturner.models.spec import ModelSpec
+from pageturner.models.tables import table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -50,23 +51,7 @@ _FACTOR = re.compile(r"^(?P<module>.+)\.(?P<factor>lora_[AB]\.weight|lora_embedd
 # ones.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Settings that make something else of the weights, and what they are where they do not.
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "use_dora": ("DoRA", (None, False)),
-    "use_qalora": ("QALoRA", (None, False)),
-    "lora_bias": ("lora_bias", (None, False)),
-    "bias": ("trained biases (bias)", (None, "none")),
-    "modules_to_save": ("wholly trained modules (modules_to_save)", (None, [])),
-    "trainable_token_indices": ("trained tokens (trainable_token_indices)", (None, [], {})),
-    "target_parameters": ("adapted parameters (target_parameters)", (None, [])),
-    "layer_replication": ("layer_replication", (None, [])),
-    "alora_invocation_tokens": ("activated LoRA (alora_invocation_tokens)", (None, [])),
-    "arrow_config": ("Arrow", (None, {})),
-    "velora_config": ("VeLoRA", (None, {})),
-    "megatron_config": ("megatron_config", (None, {})),
-    "kasa_config": ("KaSA", (None, {})),
-    "monteclora_config": ("MonteCLoRA", (None, {})),
-    "use_bdlora": ("BD-LoRA", (None, False, {})),
-}
+REFUSED = table("lora_refused")
 RETRAIN = "train or convert it to plain LoRA, or merge it into the model"
 
 
@@ -142,8 +127,11 @@ def _read_weights(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if free is not None and 3 * size > free:  # as read, in fp32 at worst, as packed
-            message = f"{path} takes {size / 1e6:.0f} MB, three times while it is loaded"
-            raise EngineFault("adapter_memory", f"{message}, and {free / 1e6:.0f} MB are free")
+            raise EngineFault(
+                "adapter_memory",
+                f"{path} takes {size / 1e6:.0f} MB, three times while it is loaded"
+                f", and {free / 1e6:.0f} MB are free",
+            )
         return path.read_bytes()
     except OSError as error:
         raise EngineFault("adapter_missing", f"cannot read {path}: {error}") from error
@@ -152,18 +140,21 @@ def _read_weights(path: Path) -> bytes:
 def _check_config(config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        message = f"an adapter of type {kind!r:.80}: only LORA is computed"
-        raise EngineFault("adapter_unsupported", f"{message}; {RETRAIN}")
+        raise EngineFault(
+            "adapter_unsupported",
+            f"an adapter of type {kind!r:.80}: only LORA is computed; {RETRAIN}",
+        )
     for name, (what, plain) in REFUSED.items():
         if config.get(name) not in plain:
             raise EngineFault("adapter_unsupported", f"{what} is not computed: {RETRAIN}")
     start = config.get("init_lora_weights")
     if start not in PLAIN_STARTS:
-        message = f"init_lora_weights {start!r} trains against changed weights of the model"
         raise EngineFault(
-            "adapter_unsupported", f"{message}: convert it to plain LoRA when saving it"
+            "adapter_unsupported",
+            f"init_lora_weights {start!r} trains against changed weights of the model"
+            ": convert it to plain LoRA when saving it",
         )
-    _number(config, "lora_alpha", config.get("lora_alpha", 8))
+    _number("lora_alpha", config.get("lora_alpha", 8))
     _rank(config.get("r", 8))
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
@@ -176,10 +167,10 @@ def _check_config(config: dict[str, Any]) -> None:
                 raise EngineFault(
                     "adapter_config", f"{name}: {key!r} is no pattern: {error}"
                 ) from error
-            _rank(value) if name == "rank_pattern" else _number(config, name, value)
+            _rank(value) if name == "rank_pattern" else _number(name, value)
 
 
-def _number(config: dict[str, Any], name: str, value: object) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise EngineFault("adapter_config", f"{name} should be a number, not {value!r:.80}")
     return float(value)
@@ -214,8 +205,11 @@ def load_adapter(folder: AdapterFolder, spec: ModelSpec) -> AdapterWeights:
     right."""
     with naming(folder.path):
         if spec.latent is not None:
-            message = f"adapters of models with a latent KV ({spec.arch}) are not computed"
-            raise EngineFault("adapter_unsupported", f"{message}: merge it into the model")
+            raise EngineFault(
+                "adapter_unsupported",
+                f"adapters of models with a latent KV ({spec.arch}) are not computed"
+                ": merge it into the model",
+            )
         found = _Found([{} for _ in range(spec.layers)])
         layout = hf_layout(spec, lambda name: True)
         for module in _modules(folder.tensors):
@@ -230,10 +224,11 @@ def _modules(tensors: Safetensors) -> list[_Module]:
     for name in tensors.tensors:
         match = _FACTOR.match(name.removeprefix(PREFIX))
         if match is None:
-            message = (
+            raise EngineFault(
+                "adapter_unsupported",
                 f"tensor {name!r} is no factor of a product: only lora_A and lora_B are computed"
+                f"; {RETRAIN}",
             )
-            raise EngineFault("adapter_unsupported", f"{message}; {RETRAIN}")
         module = modules.setdefault(match["module"], _Module(match["module"]))
         if match["factor"] in ("lora_A.weight", "lora_embedding_A"):
             module.a = name
@@ -256,13 +251,15 @@ def _place(
         if not parts:
             raise _unknown(module.name, folder, spec)
         if spec.sparse(int(layer["layer"])) and parts.keys() & {"gate", "up", "down"}:
-            message = f"{module.name!r}: adapters of what is beside experts are not computed"
-            raise EngineFault("adapter_unsupported", f"{message}; {RETRAIN}")
+            raise EngineFault(
+                "adapter_unsupported",
+                f"{module.name!r}: adapters of what is beside experts are not computed; {RETRAIN}",
+            )
         first = next(iter(parts.values()))
         outputs, inputs = first.shape[::-1] if first.transposed else first.shape
         pair = _pair(found, module, folder, (outputs, inputs))
         for name, part in parts.items():
-            mine = LowRank(pair.a, _rows(pair.b, part), pair.scale)
+            mine = LowRank(pair.a, part.cut_rows(pair.b), pair.scale)
             if name in ("q", "k") and spec.rope.interleaved and spec.arch == "llama":
                 heads = spec.heads if name == "q" else spec.kv_heads
                 mine = LowRank(pair.a, _interleaved(mine.b, heads), pair.scale)
@@ -312,8 +309,10 @@ def _pair(found: _Found, module: _Module, folder: AdapterFolder, shape: tuple[in
     (a_kind, a), (b_kind, b) = _values(folder, module.a), _values(folder, module.b)
     outputs, inputs = shape
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-        message = f"{module.name!r}: factors of shapes {a.shape} and {b.shape} make no product"
-        raise EngineFault("adapter_shape", message)
+        raise EngineFault(
+            "adapter_shape",
+            f"{module.name!r}: factors of shapes {a.shape} and {b.shape} make no product",
+        )
     rank = _rank(a.shape[0])
     if (b.shape[0], a.shape[1]) != shape:
         message = f"{module.name!r} is {b.shape[0]} x {a.shape[1]} in it and {outputs} x {inputs} in the model"
@@ -344,15 +343,6 @@ def _values(folder: AdapterFolder, name: str) -> tuple[str, NDArray[Any]]:
     if ((bits & exponents) == exponents).any():
         raise EngineFault("adapter_values", f"tensor {name!r} holds NaN or infinite values")
     return kind, values
-
-
-def _rows(b: NDArray[Any], part: Part) -> NDArray[Any]:
-    """The rows of B that belong to a product whose weight is cut from a fused one."""
-    if part.cut is None:
-        return b
-    start, count, stride = part.cut
-    cut = b.reshape(len(b) // stride, stride, -1)[:, start : start + count]
-    return cut.reshape(-1, b.shape[1])
 
 
 def _interleaved(b: NDArray[Any], heads: int) -> NDArray[Any]:

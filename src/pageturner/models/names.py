@@ -1,17 +1,21 @@
 """Layouts: where each weight of a model lies in its file, and how fused tensors are cut.
 
 Owns which weights a model has, how a file's tensors are divided into them, and the names in GGUF
-files; the names in Hugging Face folders are in hf_names.py. Must not know backends or what layers
-compute.
+files; how those of Hugging Face folders are read is in hf_names.py. The names themselves are a
+table, tensor_names.json. Must not know backends or what layers compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
+
+from numpy.typing import NDArray
 
 from pageturner.models.spec import LatentSpec, LinearSpec, ModelSpec
+from pageturner.models.tables import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,14 @@ class Part:
     by: str = ""
     bare: bool = False
 
+    def cut_rows(self, whole: NDArray[Any]) -> NDArray[Any]:
+        """The rows of `cut` from an array that has those of the tensor."""
+        if self.cut is None:
+            return whole
+        start, count, stride = self.cut
+        rows = whole.reshape(len(whole) // stride, stride, -1)[:, start : start + count]
+        return rows.reshape(-1, *whole.shape[1:])
+
 
 Parts = dict[str, Part]
 
@@ -60,19 +72,13 @@ class Layout:
 
     top: Parts
     layers: list[Parts]
-    experts: list[dict[str, list[Part]]] = field(default_factory=list)
+    several: list[dict[str, list[Part]]]
     ignored: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
-    heads: list[dict[str, list[Part]]] = field(default_factory=list)
-
-    def several(self, layer: int) -> dict[str, list[Part]]:
-        """The parts of a layer that there are several of, by field."""
-        return self.experts[layer] | (self.heads[layer] if self.heads else {})
 
     def all(self) -> list[Part]:
         """Every part."""
-        listed = [self.several(i) for i in range(len(self.experts))]
-        several = [part for each in listed for parts in each.values() for part in parts]
+        several = [part for each in self.several for parts in each.values() for part in parts]
         single = [part for parts in (self.top, *self.layers) for part in parts.values()]
         scales = [Part(part.by, part.shape[1:]) for part in several if part.by]
         return [part for part in (*single, *several, *scales) if part.name]
@@ -117,30 +123,19 @@ def _linear_shapes(spec: ModelSpec, linear: LinearSpec) -> dict[str, tuple[int, 
     if linear.kind == "conv":
         inward = (linear.width, dim)
         return shapes | {"gate_in": inward, "z": inward, "qkv": inward, "o": inward[::-1]}
-    if linear.kind == "mamba":
-        norm = {"head_scale": (linear.values,)} if linear.norm else {}
-        return (
-            shapes
-            | norm
-            | {
-                "z": (linear.values, dim),
-                "qkv": (linear.channels, dim),
-                "a": (heads, dim),
-                "decay": (heads,),
-                "dt_bias": (heads,),
-                "skip": (heads,),
-                "linear_o" if linear.beside else "o": (dim, linear.values),
-            }
-        )
+    if linear.kind == "delta":
+        shapes |= {"b": (heads, dim), "head_scale": (linear.value_dim,)}
+    else:
+        shapes["skip"] = (heads,)
+        if linear.norm:
+            shapes["head_scale"] = (linear.values,)
     return shapes | {
         "qkv": (linear.channels, dim),
         "z": (linear.values, dim),
-        "b": (heads, dim),
         "a": (heads, dim),
         "decay": (heads,),
         "dt_bias": (heads,),
-        "head_scale": (linear.value_dim,),
-        "o": (dim, linear.values),
+        "linear_o" if linear.beside else "o": (dim, linear.values),
     }
 
 
@@ -224,7 +219,7 @@ class Names:
     """
 
     modules: Mapping[str, str]
-    roots: tuple[str, ...] = ("model.", "")
+    roots: Sequence[str] = ("model.", "")
     layers: str = "layers."
     fused: Mapping[str, str] = field(default_factory=dict)
     adapt: Callable[[Parts, ModelSpec, str], Parts] | None = None
@@ -259,9 +254,21 @@ _WHOLE = (
 _BARE = ("sinks", "gates", "ups", "downs")
 
 
-def modules(text: str) -> dict[str, str]:
-    """A table of names: a field and its module on each line."""
-    return dict(line.split() for line in text.strip().splitlines())
+# Of each kind of files the rows of architectures: the fields of `Names`, and `like`, the row whose
+# fields a row has beside its own. Whoever has no row has the first.
+_ROWS = table("tensor_names")
+OUTER = "language_model.model."  # the root where a model that sees pictures has its text part
+
+
+def names_of(kind: str, arch: str) -> Names:
+    """The names of an architecture in files of a kind: "hf" or "gguf"."""
+    rows = _ROWS[kind]
+    row = dict(rows.get(arch) or next(iter(rows.values())))
+    if "like" not in row:
+        return Names(**row)
+    other = names_of(kind, row.pop("like"))
+    modules = {**other.modules, **row.pop("modules", {})}
+    return replace(other, modules=modules, **row)
 
 
 def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> Layout:
@@ -270,7 +277,7 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     have keys and values of a latent KV in one tensor."""
     embed = names.tensor("embed")
     root = next((r for r in names.roots if present(r + embed)), names.roots[0])
-    outer = "language_model." if root == "language_model.model." else ""  # of the head
+    outer = "language_model." if root == OUTER else ""  # of the head
     top = {}
     for f, shape in top_shapes(spec).items():
         times = spec.logit_scale if f in ("norm", "norm_bias") else 1.0  # logits follow the norm
@@ -280,7 +287,7 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     if unused := names.unused_positions:
         rows, name = spec.context + unused, top["positions"].name
         top["positions"] = Part(name, (rows, spec.dim), (unused, spec.context, rows))
-    layers, experts, heads = [], [], []
+    layers, several = [], []
     foreign: list[str] = []
     for i in range(spec.layers):
         prefix = f"{root}{names.layers}{i}."
@@ -289,9 +296,10 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
             layers[-1] |= _per_layer(spec, names, root, i)
         if spec.shares(i):  # files may hold what nobody reads
             foreign += [f"{prefix}{names.modules[f]}." for f in ("k", "v", "k_norm", "v_norm")]
-        experts.append(_experts(spec, names, prefix) if spec.sparse(i) else {})
-        heads.append(_heads(spec, names, prefix, present))
-    return Layout(top, layers, experts, foreign=tuple(foreign), heads=heads)
+        several.append(_heads(spec, names, prefix, present))
+        if spec.sparse(i):
+            several[-1] |= _experts(spec, names, prefix)
+    return Layout(top, layers, several, foreign=tuple(foreign))
 
 
 def _part(names: Names, where: tuple[str, str], shape: tuple[int, ...], times: float = 1.0) -> Part:
@@ -465,116 +473,26 @@ def named(spec: ModelSpec, layer: int, field: str) -> str:
 
 # -- GGUF ------------------------------------------------------------------------------------------
 
-_GGUF = modules("""
-    embed           token_embd
-    positions       position_embd
-    norm            output_norm
-    embed_norm      token_embd_norm
-    head            output
-    attn_norm       attn_norm
-    q               attn_q
-    k               attn_k
-    v               attn_v
-    o               attn_output
-    q_norm          attn_q_norm
-    k_norm          attn_k_norm
-    q_norms         attn_q_norm
-    k_norms         attn_k_norm
-    mlp_norm        ffn_norm
-    gate            ffn_gate
-    up              ffn_up
-    down            ffn_down
-    attn_post_norm  post_attention_norm
-    mlp_post_norm   post_ffw_norm
-    router          ffn_gate_inp
-    gates           ffn_gate_exps
-    ups             ffn_up_exps
-    downs           ffn_down_exps
-    shared_gate     ffn_gate_shexp
-    shared_up       ffn_up_shexp
-    shared_down     ffn_down_shexp
-    sinks           attn_sinks
-    latent_norm     attn_kv_a_norm
-    q_rope          attn_q
-    k_rope          attn_kv_a_mqa
-    kv_up           attn_kv_b
-    k_up            attn_k_b
-    v_up            attn_v_b
-    q_down          attn_q_a
-    query_norm      attn_q_a_norm
-    q_up            attn_q_b
-    choice          exp_probs_b
-    shared_switch   ffn_gate_inp_shexp
-    out_scale       layer_output_scale
-    layer_table     per_layer_token_embd
-    layer_project   per_layer_model_proj
-    layer_norm      per_layer_proj_norm
-    layer_gate      inp_gate
-    layer_out       proj
-    layer_post_norm post_norm
-    router_scale    ffn_gate_inp.scale
-    out_scales      ffn_down_exps.scale
-    experts_norm    pre_ffw_norm_2
-    inner_norm      post_ffw_norm_1
-    experts_post_norm  post_ffw_norm_2
-    v_norm          attn_v_norm
-    router_norm     none
-    qkv             attn_qkv
-    z               attn_gate
-    b               ssm_beta
-    a               ssm_alpha
-    conv            ssm_conv1d
-    decay           ssm_a
-    dt              ssm_dt
-    head_scale      ssm_norm
-    linear_o        ssm_out
-    skip            ssm_d
-    gate_in         shortconv.in_proj
-""")
-_GGUF_CONV = modules("""
-    norm      token_embd_norm
-    conv      shortconv.conv
-    linear_o  shortconv.out_proj
-""")
-# Architectures that call a tensor otherwise.
-_GGUF_OWN = {
-    **{key: {"mlp_norm": "post_attention_norm"} for key in ("gpt-oss", "seed_oss", "glm4moe")},
-    "deepseek2": {"k": "attn_kv_a_mqa"},
-    **{key: {"mlp_norm": "post_attention_norm"} for key in ("qwen35", "qwen35moe", "qwen3next")},
-    **dict.fromkeys(("lfm2", "lfm2moe"), _GGUF_CONV),
-    "nemotron_h": {"mlp_norm": "attn_norm"},
-    "nemotron_h_moe": {"mlp_norm": "attn_norm"},
-    "arcee": {"gate": "ffn_up"},  # relu(x) x is the square of relu
-    "gemma4": {f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
-}
-_QKV, _GATE_UP = {"q k v": "attn_qkv"}, {"gate up": "ffn_up"}
-_GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GATE_UP}
-_GGUF_FUSED |= {"phi2": _QKV, "chatglm": _QKV | _GATE_UP}
-_MAMBA_ARCHES = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
-_GGUF_FUSED |= {key: {"gate_in z qkv": "shortconv.in_proj"} for key in ("lfm2", "lfm2moe")}
-_GGUF_FUSED |= {key: {"z qkv a": "ssm_in"} for key in _MAMBA_ARCHES}
-
 
 def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     """The layout of a file by llama.cpp's converter; `present` as in `layout_of`."""
-    table = _GGUF | _GGUF_OWN.get(spec.arch, {})
-    fused = dict(_GGUF_FUSED.get(spec.arch, {}))
+    names = names_of("gguf", spec.arch)
+    modules = dict(names.modules)
     if present("blk.0.attn_q.weight"):  # files of Phi-2 have them together or not
-        fused.pop("q k v", None)
-    stacked, joined = "rows", "ffn_gate_up_exps.weight"
+        fused = {fields: name for fields, name in names.fused.items() if fields != "q k v"}
+        names = replace(names, fused=fused)
+    joined = "ffn_gate_up_exps.weight"
     if spec.experts is not None and present(f"blk.{min(spec.experts.layers)}.{joined}"):
-        stacked, downs = "joined", "ffn_down_exps.weight"
-        table = table | {"gates": joined, "ups": joined, "downs": downs}
-    adapt: Callable[[Parts, ModelSpec, str], Parts] | None = None
+        modules |= {"gates": joined, "ups": joined, "downs": "ffn_down_exps.weight"}
+        names = replace(names, stacked="joined")
     if spec.arch == "qwen3next":
         qkvz = "ssm_in" if present("blk.0.ssm_in.weight") else ""
-        adapt = partial(by_key_head, qkvz, "ssm_ba")
+        names = replace(names, adapt=partial(by_key_head, qkvz, "ssm_ba"))
     if spec.linear is not None and spec.linear.kind == "mamba":
-        adapt = partial(_in_rows, present("blk.0.ffn_norm"))
-    if table["norm"] == "token_embd_norm" and not present("token_embd_norm.weight"):
-        table = table | {"norm": "output_norm"}
-    names = Names(table, ("",), "blk.", fused, adapt, stacked=stacked)
-    layout = layout_of(spec, names, present)
+        names = replace(names, adapt=partial(_in_rows, present("blk.0.ffn_norm")))
+    if modules["norm"] == "token_embd_norm" and not present("token_embd_norm.weight"):
+        modules["norm"] = "output_norm"
+    layout = layout_of(spec, replace(names, modules=modules), present)
     for parts in layout.layers:
         if "out_scale" in parts and not present(parts["out_scale"].name):
             parts["out_scale"] = Part("", (1,))

@@ -77,10 +77,10 @@ class PackedCache:
 
     def __init__(self, folder: Path, model: Path, ops: Ops, settings: dict[str, Any]) -> None:
         if not isinstance(ops, WeightStore):
-            message = (
-                f"--packed-cache needs the native backend, not the {ops.name} one: leave it away"
+            raise EngineFault(
+                "packed_cache",
+                f"--packed-cache needs the native backend, not the {ops.name} one: leave it away",
             )
-            raise EngineFault("packed_cache", message)
         self._ops: WeightStore = ops
         self._source = str(model.resolve())
         marks = [list(mark) for mark in model_marks(model)]

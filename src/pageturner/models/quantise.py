@@ -13,13 +13,23 @@ Scales and minima are rounded to fp16 first: the integers are the nearest for wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.formats.ggml import FLOATS, GROUP, ROUNDED, WIDENED, dequantise, table_of, unpack
+from pageturner.formats.ggml import (
+    FLOATS,
+    GROUP,
+    ROUNDED,
+    U8,
+    WIDENED,
+    dequantise,
+    table_of,
+    unpack,
+)
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32, Tensor
 from pageturner.models.recurrent_weights import EXACT
@@ -42,6 +52,11 @@ def quantization_of(field: str, quantization: str) -> str:
     if field in ("router", "positions", *EXACT):
         return "none"
     return "int8" if quantization == "int4" and field in ("embed", "head") else quantization
+
+
+def not_finite(name: str) -> EngineFault:
+    """The fault for a tensor that holds NaN or infinite values."""
+    return EngineFault("model_invalid", f"tensor {name!r} holds values that are not finite")
 
 
 def quantise(tensor: Tensor, quantization: str) -> Tensor:
@@ -74,9 +89,7 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
 
     with ThreadPoolExecutor(threads) as pool:
         if not all(pool.map(convert, range(threads))):
-            raise EngineFault(
-                "model_invalid", f"tensor {tensor.name!r} holds values that are not finite"
-            )
+            raise not_finite(tensor.name)
     kind = "Q8_0" if quantization == "int8" else "Q4_1"
     return Tensor(tensor.name, kind, tensor.shape, out.reshape(-1))
 
@@ -87,29 +100,18 @@ def rounded(tensor: Tensor) -> Tensor:
     of Q2_K itself is some 20 %."""
     if tensor.kind not in ROUNDED or len(tensor.shape) != 2:
         return tensor
-    rows, columns = tensor.shape
-    raw = tensor.data.reshape(rows, -1)
-    out = np.empty((rows, columns // GROUP, 40), np.uint8)
-    step = max(1, 8 * _CHUNK // columns)
-    for start in range(0, rows, step):
-        part, to = raw[start : start + step], out[start : start + step]
-        values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1)).reshape(
-            len(part), -1, 2, 16
-        )
+
+    def write(shape: tuple[int, int], raw: U8, out: U8) -> None:
+        values = dequantise(tensor.kind, shape, raw).reshape(len(out), -1, 2, 16)
         scale = np.abs(values).max(axis=-1) / np.float32(127)
         if not np.isfinite(scale).all():
-            raise EngineFault(
-                "model_invalid", f"tensor {tensor.name!r} holds values that are not finite"
-            )
+            raise not_finite(tensor.name)
         steps = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-        to[..., :8] = scale.view(np.uint8)
-        to[..., 8:] = (
-            np.rint(values * steps[..., None])
-            .astype(np.int8)
-            .reshape(len(part), -1, 32)
-            .view(np.uint8)
-        )
-    return Tensor(tensor.name, "Q8_W", tensor.shape, out.reshape(-1))
+        q = np.rint(values * steps[..., None]).astype(np.int8)
+        out[..., :8] = scale.view(np.uint8)
+        out[..., 8:] = q.reshape(len(out), -1, 32).view(np.uint8)
+
+    return _by_rows(tensor, "Q8_W", write)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -119,27 +121,37 @@ def widened(tensor: Tensor) -> Tensor:
     if tensor.kind not in WIDENED or len(tensor.shape) != 2:
         return tensor
     kind = WIDENED[tensor.kind]
-    rows, columns = tensor.shape
-    raw = tensor.data.reshape(rows, -1)
-    out = np.empty((rows, columns // GROUP, BY_NAME[kind].nbytes), np.uint8)
     places = np.zeros(256, np.uint8)
     table = np.zeros(16, np.int8)
     if kind == "T4_W":
         table = table_of(tensor.kind)
         places[table.view(np.uint8)] = np.arange(16)
+
+    def write(shape: tuple[int, int], raw: U8, out: U8) -> None:
+        blocks = unpack(tensor.kind, shape, raw)
+        q = blocks.q.reshape(*out.shape[:2], GROUP)
+        if kind == "Q8_W":
+            out[..., :8] = blocks.scale.reshape(len(out), -1, 2).view(np.uint8)
+            out[..., 8:] = q.view(np.uint8)
+            return
+        nibbles = places[q.view(np.uint8)]
+        out[..., :4] = blocks.scale[..., None].view(np.uint8)
+        out[..., 4:20] = table.view(np.uint8)
+        out[..., 20:] = nibbles[..., :16] | nibbles[..., 16:] << np.uint8(4)
+
+    return _by_rows(tensor, kind, write)
+
+
+def _by_rows(tensor: Tensor, kind: str, write: Callable[[tuple[int, int], U8, U8], None]) -> Tensor:
+    """A matrix as blocks of another kind. write: gets the shape of some rows, their bytes, and
+    where their blocks go."""
+    rows, columns = tensor.shape
+    raw = tensor.data.reshape(rows, -1)
+    out = np.empty((rows, columns // GROUP, BY_NAME[kind].nbytes), np.uint8)
     step = max(1, 8 * _CHUNK // columns)
     for start in range(0, rows, step):
-        part, to = raw[start : start + step], out[start : start + step]
-        blocks = unpack(tensor.kind, (len(part), columns), part.reshape(-1))
-        q = blocks.q.reshape(*to.shape[:2], GROUP)
-        if kind == "Q8_W":
-            to[..., :8] = blocks.scale.reshape(len(part), -1, 2).view(np.uint8)
-            to[..., 8:] = q.view(np.uint8)
-            continue
-        nibbles = places[q.view(np.uint8)]
-        to[..., :4] = blocks.scale[..., None].view(np.uint8)
-        to[..., 4:20] = table.view(np.uint8)
-        to[..., 20:] = nibbles[..., :16] | nibbles[..., 16:] << np.uint8(4)
+        part = raw[start : start + step]
+        write((len(part), columns), part.reshape(-1), out[start : start + step])
     return Tensor(tensor.name, kind, tensor.shape, out.reshape(-1))
 
 

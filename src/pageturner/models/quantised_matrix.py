@@ -123,8 +123,10 @@ def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
 def check_columns(name: str, columns: int) -> None:
     """EngineFault('model_unsupported') unless columns are whole groups of 32."""
     if columns % GROUP:
-        message = f"{name} is quantised and has {columns} columns"
-        raise unsupported(f"{message}; only multiples of {GROUP} are supported")
+        raise unsupported(
+            f"{name} is quantised and has {columns} columns"
+            f"; only multiples of {GROUP} are supported"
+        )
 
 
 def check_scales(name: str, scale: F32) -> None:
@@ -147,6 +149,16 @@ def unpack(words: NDArray[np.generic], bits: int) -> U8:
         return np.asarray(digits @ (1 << np.arange(bits)).astype(np.uint8), np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return (raw[:, :, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(len(raw), -1)
+
+
+def unpacked(words: NDArray[np.generic], bits: int) -> Rows:
+    """The integers of `unpack`, read some rows at a time."""
+    return lambda start, stop: unpack(words[start:stop], bits)
+
+
+def as_pairs(words: NDArray[np.generic]) -> Rows:
+    """The bytes of words [rows, n], read some rows at a time: of 4 bits two integers each."""
+    return lambda start, stop: np.ascontiguousarray(words[start:stop]).view(np.uint8)
 
 
 def _kind_of(codes: Codes) -> str:
@@ -262,8 +274,7 @@ def group_of_columns(
         return None
     order = tensors.raw(name, "I32", (columns,)).astype(np.int32, copy=False)
     if order.min() < 0 or order.max() >= groups:
-        message = f"{name} names groups {order.min()} to {order.max()}, and there are {groups}"
-        raise invalid(message)
+        raise invalid(f"{name} names groups {order.min()} to {order.max()}, and there are {groups}")
     return None if np.array_equal(order, np.arange(columns) // (columns // groups)) else order
 
 

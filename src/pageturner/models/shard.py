@@ -247,7 +247,7 @@ class Divisible:
         """The weights of this name in all layers, and how many of their columns belong together."""
         quantised = quantization_of(field, self.quantization) != "none"
         for layer, one in enumerate(self.layout.layers):
-            several = self.layout.several(layer) if self.layout.experts else {}
+            several = self.layout.several[layer]
             alone = [part for f, part in one.items() if named(self.spec, layer, f) == field]
             for part in several.get(field, []) + alone:
                 kind = self.kinds[part.name]
@@ -301,8 +301,10 @@ def _refuse(spec: ModelSpec) -> None:
     }
     for what, there in found.items():
         if there:
-            message = f"this model has {what}, which is not divided among ranks yet"
-            raise unsupported(f"{message}: use --tensor-parallel-size 1")
+            raise unsupported(
+                f"this model has {what}, which is not divided among ranks yet"
+                ": use --tensor-parallel-size 1"
+            )
 
 
 def _divided(count: int, unit: int, size: int) -> Ranges:

@@ -5,10 +5,8 @@ Owns the families, the sizes, and what makes no sense. Must not know files, weig
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +23,7 @@ from pageturner.kernels.base import (
 from pageturner.kernels.layer_parts import SCORINGS
 from pageturner.kernels.recurrent import CHUNK, COLUMNS, STORED, RecurrentSpec
 from pageturner.models.rope import HUGE, RopeSpec, rope_problems
+from pageturner.models.tables import table
 
 LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
 # Far more than any model has; what is listed or computed for each of them takes no memory worth
@@ -82,10 +81,7 @@ class Family:
     out_scale: bool = False
 
 
-FAMILIES = {
-    name: Family(**row)
-    for name, row in json.loads(Path(__file__).with_name("families.json").read_bytes()).items()
-}
+FAMILIES = {name: Family(**row) for name, row in table("families").items()}
 
 
 @dataclass(frozen=True, slots=True)

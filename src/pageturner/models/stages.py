@@ -14,6 +14,7 @@ Owns the ranges. Must not know processes, backends or file formats.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -107,16 +108,15 @@ def stage_of(
     EngineFault('pipeline_parallel') for more stages than layers.
     """
     if size > spec.layers:
-        message = f"{spec.layers} layers cannot be divided among {size} stages"
         raise EngineFault(
-            "pipeline_parallel", f"{message}: --pipeline-parallel-size may be 1 to {spec.layers}"
+            "pipeline_parallel",
+            f"{spec.layers} layers cannot be divided among {size} stages"
+            f": --pipeline-parallel-size may be 1 to {spec.layers}",
         )
     each = []
-    for layer, parts in enumerate(layout.layers):
-        several = layout.several(layer).values() if layout.experts or layout.heads else ()
-        names = {
-            part.name for part in (*parts.values(), *(part for found in several for part in found))
-        }
+    for parts, several in zip(layout.layers, layout.several, strict=True):
+        every = itertools.chain(parts.values(), *several.values())
+        names = {part.name for part in every}
         each.append(sum(nbytes.get(name, 0) for name in names))
     embed = nbytes[layout.top["embed"].name]
     head = nbytes[layout.top["head"].name] if "head" in layout.top else embed

@@ -26,7 +26,14 @@ from pageturner.models.expert_choice import ExpertChoice
 from pageturner.models.head_norms import HeadNorms
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
-from pageturner.models.quantise import in_place, quantise, quantization_of, rounded, widened
+from pageturner.models.quantise import (
+    in_place,
+    not_finite,
+    quantise,
+    quantization_of,
+    rounded,
+    widened,
+)
 from pageturner.models.recurrent_weights import EXACT, MATRICES, NUMBERS, linear_part
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, rope_tables
 from pageturner.models.shard import Shard
@@ -134,9 +141,10 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
         if info is None:
             raise EngineFault("tensor_missing", f"{file.path} lacks the tensor {name!r}")
         if info.kind not in SUPPORTED:
-            message = f"tensor {name!r} is of type {info.kind}, which is not supported: get the model in, or"
             raise EngineFault(
-                "weight_kind", f"{message} convert it to, one of {', '.join(IN_FILES)}"
+                "weight_kind",
+                f"tensor {name!r} is of type {info.kind}, which is not supported: get the model in, or"
+                f" convert it to, one of {', '.join(IN_FILES)}",
             )
         if info.shape != shape:
             raise EngineFault(
@@ -150,10 +158,10 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
             known = True
         known = known or name.endswith(layout.ignored) or name.startswith(layout.foreign)
         if not known and (has_tensor(file, name) or not name.endswith(".bias")):
-            message = (
-                f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
+            raise EngineFault(
+                "tensor_unexpected",
+                f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have",
             )
-            raise EngineFault("tensor_unexpected", message)
 
 
 def has_tensor(file: TensorFile, name: str) -> bool:
@@ -267,7 +275,7 @@ def load_weights(
     for i, following in itertools.zip_longest(mine, mine[1:]):
         packing.ahead(layout.top if following is None else layout.layers[following])
         several = {
-            f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()
+            f: tuple(pack(f, part, i) for part in each) for f, each in layout.several[i].items()
         }
         parts = layout.layers[i]
         packed = {f: pack(f, part, i) for f, part in parts.items() if f not in NUMBERS}
@@ -334,7 +342,7 @@ class _Packing:
             return found.kind, tuple(found.weight.shape), found.weight
         tensor = read_part(self.file, part)
         if self.dtype == "float32" or field in EXACT:
-            tensor = _as_float32(tensor)
+            tensor = _float32(tensor, _values(tensor))
         cut = self.shard is not None and self.shard.cuts_columns(field)
         if tensor.order is not None and (cut or "ordered" not in self.ops.features):
             tensor = in_place(tensor)
@@ -368,8 +376,7 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
 
 def _numbers(file: TensorFile, parts: dict[str, Part], field: str) -> F32:
     """The numbers of one field of a recurrent layer: fp32, in the shape of its file."""
-    tensor = _as_float32(read_part(file, parts[field]))
-    return tensor.data.view(np.float32).reshape(tensor.shape)
+    return _values(read_part(file, parts[field]))
 
 
 _LATENT = ("q_rope", "k_rope", "latent_norm", "q_down", "query_norm")
@@ -395,8 +402,9 @@ class LayerTable:
         name, size = model.layout.top[LAYER_TABLE].name, model.spec.per_layer
         kind, shape, raw = model.file.tensor(name)
         if size % BY_NAME[kind].values:
-            message = f"tensor {name!r} of type {kind} has blocks of more than one layer"
-            raise EngineFault("weight_kind", message)
+            raise EngineFault(
+                "weight_kind", f"tensor {name!r} of type {kind} has blocks of more than one layer"
+            )
         return LayerTable(kind, np.frombuffer(raw, np.uint8).reshape(shape[0], -1), size)
 
     def layer(self, number: int) -> LayerTable:
@@ -430,11 +438,9 @@ def _sinks(file: TensorFile, parts: dict[str, Part]) -> tuple[float, ...]:
     """EngineFault('model_invalid') for one that is not finite."""
     if "sinks" not in parts:
         return ()
-    sinks = read_part(file, parts["sinks"]).data.view(np.float32)
+    sinks = _values(read_part(file, parts["sinks"]))
     if not np.isfinite(sinks).all():
-        raise EngineFault(
-            "model_invalid", f"tensor {parts['sinks'].name!r} holds values that are not finite"
-        )
+        raise not_finite(parts["sinks"].name)
     return tuple(sinks.tolist())
 
 
@@ -453,29 +459,34 @@ def _head_norms(packed: dict[str, tuple[Weight, ...]], eps: float) -> HeadNorms 
 
 
 def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
+    def one(field: str) -> Weight | None:
+        return packed.get(field, (None,))[0]
+
     biases: list[Any] = [packed.get(f, ()) for f in ("gate_biases", "up_biases", "down_biases")]
     routing = (spec.top_k, spec.normalise, spec.scoring, spec.scale, spec.weigh_input)
-    (router,), (bias,) = packed["router"], packed.get("router_bias", (None,))
-    experts = Experts(
-        router, packed.get("gates", ()), packed["ups"], packed["downs"], *routing, bias, *biases
-    )
+    choice = None
     if spec.biased or spec.groups > 1 or spec.extra:
-        preferred = packed.get("choice_bias", (None,))[0]
         sizes = (spec.groups, spec.kept, spec.best, spec.extra)
-        choice = ExpertChoice(spec.top_k, spec.normalise, preferred, *sizes)
-        experts = replace(experts, choice=choice)
-    beside = {name: packed.get(field, (None,))[0] for name, field in _BESIDE.items()}
-    return replace(experts, **beside)
-
-
-_BESIDE = {
-    "shared_switch": "shared_switch",
-    "norm": "experts_norm",
-    "router_norm": "router_norm",
-    "inner_norm": "inner_norm",
-    "post_norm": "experts_post_norm",
-    "out_scales": "out_scales",
-}
+        choice = ExpertChoice(spec.top_k, spec.normalise, one("choice_bias"), *sizes)
+    experts = Experts(
+        one("router"),
+        packed.get("gates", ()),
+        packed["ups"],
+        packed["downs"],
+        *routing,
+        one("router_bias"),
+        *biases,
+    )
+    return replace(
+        experts,
+        choice=choice,
+        shared_switch=one("shared_switch"),
+        norm=one("experts_norm"),
+        router_norm=one("router_norm"),
+        inner_norm=one("inner_norm"),
+        post_norm=one("experts_post_norm"),
+        out_scales=one("out_scales"),
+    )
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
@@ -500,10 +511,10 @@ def _model_needs(spec: ModelSpec) -> frozenset[str]:
 def _check_features(ops: Ops, needs: frozenset[str]) -> None:
     lacking = sorted(needs - ops.features)
     if lacking:
-        message = (
+        raise unsupported(
             f"the {ops.name} backend does not compute {', '.join(lacking)}, which this model needs"
+            "; use the reference backend"
         )
-        raise unsupported(f"{message}; use the reference backend")
 
 
 def read_part(file: TensorFile, part: Part) -> Tensor:
@@ -519,16 +530,17 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         shape = (shape[0] * shape[1], shape[2])
     if part.transposed:
         if BY_NAME[kind].values != 1:
-            message = f"tensor {part.name!r} of type {kind} cannot be transposed"
-            raise EngineFault("weight_kind", message)
+            raise EngineFault(
+                "weight_kind", f"tensor {part.name!r} of type {kind} cannot be transposed"
+            )
         data, shape = _transposed(kind, shape, data)
     if part.cut is not None:
-        start, count, stride = part.cut
-        rows = data.reshape(shape[0] // stride, stride, -1)[:, start : start + count]
-        shape = (rows.shape[0] * count, *shape[1:])
-        data = np.ascontiguousarray(rows).reshape(-1)
+        rows = part.cut_rows(data.reshape(shape[0], -1))
+        data = rows.reshape(-1)
+        shape = (len(rows), *shape[1:])
     if part.turned and BY_NAME[kind].values != 1:
-        whole = _as_float32(Tensor(part.name, kind, shape, data, order=order))
+        whole = Tensor(part.name, kind, shape, data, order=order)
+        whole = _float32(whole, _values(whole))
         kind, data, order = whole.kind, whole.data, None
     if part.turned:
         data, shape = _transposed(kind, shape, data)
@@ -536,17 +548,17 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
     if kind == "NVFP4":
         tensor = widened(tensor) if part.bare else _scaled(file, part, tensor)
     if len(shape) == 1 or (part.times != 1 and not part.by):
-        tensor = _as_float32(tensor, part.plus, part.times)
+        values = _values(tensor)
+        if part.plus:
+            values = values + np.float32(part.plus)
+        tensor = _float32(tensor, values * np.float32(part.times))
     if part.unit:
-        tensor = _as_float32(tensor)
-        values = tensor.data.view(np.float32).reshape(shape)
-        values = values / np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
-        tensor = replace(tensor, data=values.reshape(-1).view(np.uint8))
+        values = _values(tensor)
+        lengths = np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
+        tensor = _float32(tensor, values / lengths)
     if part.by:
-        scales = read_part(file, Part(part.by, shape[1:], times=part.times)).data.view(np.float32)
-        tensor = _as_float32(tensor)
-        values = tensor.data.view(np.float32).reshape(shape) * scales
-        tensor = replace(tensor, data=values.reshape(-1).view(np.uint8))
+        scales = _values(read_part(file, Part(part.by, shape[1:], times=part.times)))
+        tensor = _float32(tensor, _values(tensor) * scales)
     return tensor
 
 
@@ -572,13 +584,16 @@ def _transposed(
     return np.ascontiguousarray(elements.T).reshape(-1).view(np.uint8), shape[::-1]
 
 
-def _as_float32(tensor: Tensor, plus: float = 0.0, times: float = 1.0) -> Tensor:
+def _values(tensor: Tensor) -> F32:
+    """The values of a tensor, its columns in the order of the file."""
     values = dequantise(tensor.kind, tensor.shape, tensor.data)
-    if tensor.order is not None:
-        values = values[:, np.argsort(tensor.order)]
-    values = values + np.float32(plus) if plus else values
-    values = np.ascontiguousarray(values * np.float32(times) if times != 1 else values)
-    return Tensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
+    return values if tensor.order is None else values[:, np.argsort(tensor.order)]
+
+
+def _float32(tensor: Tensor, values: F32) -> Tensor:
+    """The tensor with these values in place of its own."""
+    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return Tensor(tensor.name, "F32", tensor.shape, raw)
 
 
 def _rope_divisors(file: TensorFile, spec: ModelSpec, positions: int) -> F32 | None:
@@ -596,8 +611,10 @@ def _rope_divisors(file: TensorFile, spec: ModelSpec, positions: int) -> F32 | N
             "weight_kind", f"tensor {name!r} is of type {kind}, which is not supported"
         )
     if 0 in shape or shape != (spec.rope.dim // 2,):
-        message = f"tensor {name!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
-        raise EngineFault("tensor_shape", message)
+        raise EngineFault(
+            "tensor_shape",
+            f"tensor {name!r} has shape {shape}; ({spec.rope.dim // 2},) was expected",
+        )
     divisors = dequantise(kind, shape, np.frombuffer(raw, np.uint8))
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise EngineFault("model_invalid", f"tensor {name!r} holds values that cannot divide")

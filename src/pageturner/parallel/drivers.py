@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from pageturner import memory
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.driver import Driver
@@ -35,8 +35,9 @@ def ordinals(size: int) -> list[int]:
     except ValueError:
         found = []
     if len(found) < size or min(found) < 0:
-        message = f"{ORDINALS} is {told!r}, and {size} numbers of devices with commas are wanted"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(
+            f"{ORDINALS} is {told!r}, and {size} numbers of devices with commas are wanted"
+        )
     return found[:size]
 
 

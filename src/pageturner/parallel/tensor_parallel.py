@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.kernels.base import Ops
 from pageturner.kernels.comm import (
     Communicator,
@@ -66,8 +66,7 @@ def check(config: EngineConfig) -> None:
     flag = f"--tensor-parallel-size {size}" if size > 1 else f"--pipeline-parallel-size {stages}"
     for name, count in (("tensor", size), ("pipeline", stages)):
         if count > MAX_RANKS:
-            message = f"--{name}-parallel-size is at most {MAX_RANKS}, not {count}"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(f"--{name}-parallel-size is at most {MAX_RANKS}, not {count}")
     refused = {
         f"--pipeline-parallel-size {stages}": size > 1 and stages > 1,
         f"--backend {config.backend}": config.backend not in ("auto", "native"),
@@ -80,11 +79,11 @@ def check(config: EngineConfig) -> None:
     }
     for other, given in refused.items():
         if given:
-            message = f"{other} does not go with {flag} yet: leave one of them out"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(f"{other} does not go with {flag} yet: leave one of them out")
     if not native_module.available_isas():
-        message = f"{flag} needs the native kernels: {native_module.supported()[1]}"
-        raise EngineFault("no_native_backend", message)
+        raise EngineFault(
+            "no_native_backend", f"{flag} needs the native kernels: {native_module.supported()[1]}"
+        )
 
 
 def threads_of(config: EngineConfig, rank: int) -> int:

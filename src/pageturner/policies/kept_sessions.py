@@ -300,9 +300,9 @@ class KeptSessions:
         """Gauges sessions, session_blocks; counters of turns behind a first one that found the KV
         of the one before, or did not, and of blocks that were given up."""
         return {
-            "sessions": float(len(self._sessions)),
-            "session_blocks": float(len(self.claims)),
-            "session_turns_found": float(self._found),
-            "session_turns_missed": float(self._missed),
-            "session_blocks_given_up": float(self._given_up),
+            "sessions": len(self._sessions),
+            "session_blocks": len(self.claims),
+            "session_turns_found": self._found,
+            "session_turns_missed": self._missed,
+            "session_blocks_given_up": self._given_up,
         }

@@ -144,4 +144,4 @@ class PinnedPrefixes:
         self._pool.public = frozenset(block for seq in open_to_all for block in seq.blocks)
 
     def _stats(self) -> dict[str, float]:
-        return {"pinned": float(len(self._kept))}
+        return {"pinned": len(self._kept)}

@@ -5,7 +5,7 @@ Owns the assembly. Must not know what any part of it does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pageturner.policies.background import BackgroundWork
 from pageturner.policies.backlog import backlog
@@ -37,22 +37,19 @@ from pageturner.telemetry.kv_usage import kv_usage, pool_stats
 
 @dataclass(slots=True)
 class SchedulerStack:
-    """A scheduler with its pool, and what plugs into it. config: as it was last set."""
+    """A scheduler with its pool, and what plugs into it, whichever policy and order it has. config:
+    as it was last set."""
 
     config: SchedulerConfig
-    scheduler: Scheduler
+    scheduler: Scheduler = field(init=False)
     pool: BlockPool
     pins: PinnedPrefixes
     sessions: KeptSessions
-    plugs: _Plugs
-
-    @property
-    def predictor(self) -> LengthPredictor:
-        return self.plugs.predictor
-
-    @property
-    def step_times(self) -> StepTimeModel:
-        return self.plugs.step_times
+    predictor: LengthPredictor
+    step_times: StepTimeModel
+    background: BackgroundWork
+    rules: PolicyStack
+    starts: SessionStarts
 
     def reconfigure(self, wanted: SchedulerConfig, max_beam_width: int) -> bool:
         """Go on with token budget, most sequences, policy and order of `wanted`; the other settings
@@ -72,25 +69,12 @@ class SchedulerStack:
         done = self.scheduler.reconfigure(
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
-            policy=self.plugs.policy(config) if config.policy != now.policy else None,
-            order=self.plugs.order(config) if config.order != now.order else None,
+            policy=self.policy(config) if config.policy != now.policy else None,
+            order=self.order(config) if config.order != now.order else None,
             max_beam_width=max_beam_width,
         )
         self.config = config if done else now
         return done
-
-
-@dataclass(slots=True)
-class _Plugs:
-    """The parts that policies and orders are made from, whichever are chosen."""
-
-    pool: BlockPool
-    background: BackgroundWork
-    rules: PolicyStack
-    predictor: LengthPredictor
-    step_times: StepTimeModel
-    sessions: KeptSessions
-    starts: SessionStarts
 
     def policy(self, config: SchedulerConfig) -> Policy:
         return self.rules.wrap_policy(POLICIES[config.policy](config, self.step_times))
@@ -175,23 +159,23 @@ def make_scheduler(
         Snapshots(pool, config.snapshot_interval).keep_for(sessions.claims, sessions.give_up)
     starts = SessionStarts(sessions)
     rules = PolicyStack(starts, background, pricing)
-    plugs = _Plugs(pool, background, rules, predictor, step_times, sessions, starts)
+    stack = SchedulerStack(
+        config, pool, pins, sessions, predictor, step_times, background, rules, starts
+    )
 
     def kv_stats() -> dict[str, float]:
         """Return what all owners hold, and what servers without pages would reserve for those that
         run."""
-        reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
-        return (
-            kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size) | reserved
-        )
+        usage = kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size)
+        return {**usage, "kv_contiguous": len(scheduler.running) * max_model_len}
 
     def backlog_stats() -> dict[str, float]:
         return backlog([*scheduler.running, *scheduler.waiting], predictor)
 
     scheduler = Scheduler(
         pool,
-        policy=plugs.policy(config),
-        order=plugs.order(config),
+        policy=stack.policy(config),
+        order=stack.order(config),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
         max_num_seqs=config.max_num_seqs,
@@ -212,4 +196,5 @@ def make_scheduler(
             sessions.listener,  # last: a request that another one refuses opens no session
         ),
     )
-    return SchedulerStack(config, scheduler, pool, pins, sessions, plugs)
+    stack.scheduler = scheduler
+    return stack

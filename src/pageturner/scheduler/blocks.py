@@ -181,6 +181,13 @@ class BlockPool:
             keys.append(block_key(before, seq.tokens[len(keys) * size : (len(keys) + 1) * size]))
         return keys[place]
 
+    def keys(self, seq: Sequence) -> Iterator[bytes]:
+        """Yield the keys of the blocks with which a sequence without blocks may begin."""
+        limit = _attachable_at_most(seq)
+        public = len(self._public_of(seq, limit))
+        for place in range(limit // self.block_size):
+            yield self._key(seq, place, public)
+
     # -- the life of a sequence --------------------------------------------------------------------
     def match(self, seq: Sequence) -> list[int]:
         """The cached blocks that begin the sequence. Its last token is never among them, because a
@@ -194,7 +201,7 @@ class BlockPool:
         if not self.prefix_caching:
             return [], 0
         size, limit = self.block_size, _attachable_at_most(seq)
-        blocks = self._public_of(seq, limit) if seq.request.salt else []
+        blocks = self._public_of(seq, limit)
         public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
         for place in range(usable, limit // size):
             key = self._key(seq, place, public)
@@ -214,7 +221,7 @@ class BlockPool:
         """Return the public blocks that this sequence begins with, as far as states stand."""
         blocks: list[int] = []
         usable = 0
-        count = max(0, limit // self.block_size) if self.public else 0
+        count = max(0, limit // self.block_size) if self.public and seq.request.salt else 0
         for key in islice(self._public_keys(seq), count):
             block = self.full.index.get(key)
             if block is None or block not in self.public:
@@ -240,7 +247,9 @@ class BlockPool:
             seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
         else:
             source, seq.num_cached_blocks = None, len(seq.blocks)
-            seq.public = self._count_public(seq, seq.blocks)
+            seq.public = (
+                sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
+            )
             seq.computed = seq.num_cached_blocks * self.block_size
         seq.branch = len(found) * self.block_size // self.grain * self.grain
         if self._sparse and source is None:
@@ -264,10 +273,6 @@ class BlockPool:
             place = place * self.chunk // self.block_size - 1
         return kind.store.index[self._key(seq, place, seq.public)] if place >= 0 else GONE
 
-    def _count_public(self, seq: Sequence, blocks: list[int]) -> int:
-        """Return how many of the blocks a salted sequence has from what is public."""
-        return sum(block in self.public for block in blocks) if seq.request.salt else 0
-
     def _fetch(self, seq: Sequence) -> None:
         """Ask slower memory for what comes behind its cached prefix, all of which is held
         meanwhile; of recurrent layers for the state at the end of it, too."""
@@ -275,32 +280,29 @@ class BlockPool:
         if fetch is None:
             return
         blocks, limit, size = self.match(seq), _attachable_at_most(seq), self.block_size
-        public = len(self._public_of(seq, limit)) if seq.request.salt else 0
         if self._sparse:
-            limit = self._with_state_below(seq, public, limit)
+            limit = self._with_state_below(seq)
         self.full.share(blocks)
-        while (len(blocks) + 1) * size <= limit:
-            key = self._key(seq, len(blocks), public)
+        for key in islice(self.keys(seq), len(blocks), limit // size):
             block = self.full.index.get(key)
             if block is None and (block := fetch(key)) is None:
                 break
             self.full.share([block])
             blocks.append(block)
         if self._sparse and self.states.on_miss is not None and 0 < limit == len(blocks) * size:
-            key = self._key(seq, len(blocks) - 1, public)
+            key = seq.block_keys[len(blocks) - 1]
             if key not in self.states.index:
                 self.states.on_miss(key)
         self.full.truncate(blocks, 0)
 
-    def _with_state_below(self, seq: Sequence, public: int, limit: int) -> int:
+    def _with_state_below(self, seq: Sequence) -> int:
         """The most tokens whose KV is here or in slower memory, and the state behind them, too."""
         most, (full, states) = 0, (self.full, self.states)
-        for place in range(limit // self.block_size):
-            key = self._key(seq, place, public)
+        for count, key in enumerate(self.keys(seq), 1):
             if key not in full.index and not full.below(key):
                 break
             if key in states.index or states.below(key):
-                most = (place + 1) * self.block_size
+                most = count * self.block_size
         return most
 
     def attachable(self, seq: Sequence) -> int:
@@ -403,11 +405,9 @@ class BlockPool:
             theirs, mine = kind.table(src), kind.table(dst)
             mine[:] = theirs
             mine.released = theirs.released
-        dst.computed, dst.num_cached_blocks, dst.public = (
-            src.computed,
-            src.num_cached_blocks,
-            src.public,
-        )
+        dst.computed = src.computed
+        dst.num_cached_blocks = src.num_cached_blocks
+        dst.public = src.public
         dst.block_keys, dst.keys_public = src.block_keys[: src.num_cached_blocks], src.keys_public
         for store, table in self._tables(dst):
             store.share(table)

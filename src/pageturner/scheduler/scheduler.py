@@ -186,7 +186,7 @@ class Scheduler:
         """Gauges and counters of all listeners, and its own."""
         figures = {"running": float(len(self.running)), "waiting": float(len(self.waiting))}
         for tell in self.listeners.stats:
-            figures |= tell()
+            figures |= {name: float(value) for name, value in tell().items()}
         return figures
 
     # -- plan --------------------------------------------------------------------------------------

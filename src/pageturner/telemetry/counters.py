@@ -82,4 +82,4 @@ class Counters:
         figures = asdict(self)
         accepted = {f"accepted_tokens_at_{i}": n for i, n in enumerate(figures.pop("accepted_at"))}
         sizes = {f"steps_of_{i}": n for i, n in enumerate(figures.pop("steps_of")) if n}
-        return {name: float(value) for name, value in (figures | accepted | sizes).items()}
+        return figures | accepted | sizes

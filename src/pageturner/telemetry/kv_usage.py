@@ -43,22 +43,24 @@ def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> di
             saved += block_size - max(fills)
     reserved, used = (blocks - store.extra_refs) * block_size, needed - saved
     return {
-        "kv_reserved": float(reserved),
-        "kv_used": float(used),
-        "kv_wasted": float(reserved - used),
-        "kv_saved": float(saved),
+        "kv_reserved": reserved,
+        "kv_used": used,
+        "kv_wasted": reserved - used,
+        "kv_saved": saved,
     }
 
 
 def pool_stats(pool: BlockPool) -> dict[str, float]:
     """Figures of the full blocks, and those of the sliding ones and of the states of recurrent
     layers, where there are any, by names with "recent_" and "state_"."""
-    sliding = store_stats(pool.sliding, "recent_") if pool.window else {}
-    if not pool.states.num_blocks:
-        return store_stats(pool.full) | sliding
-    found = {"state_hits": pool.state_hits, "state_missed_tokens": pool.state_missed_tokens}
-    states = store_stats(pool.states, "state_") | {k: float(v) for k, v in found.items()}
-    return store_stats(pool.full) | sliding | states
+    figures = store_stats(pool.full)
+    if pool.window:
+        figures |= store_stats(pool.sliding, "recent_")
+    if pool.states.num_blocks:
+        figures |= store_stats(pool.states, "state_")
+        figures["state_hits"] = pool.state_hits
+        figures["state_missed_tokens"] = pool.state_missed_tokens
+    return figures
 
 
 def store_stats(store: Store, prefix: str = "") -> dict[str, float]:
@@ -66,4 +68,4 @@ def store_stats(store: Store, prefix: str = "") -> dict[str, float]:
     used, shared = store.num_blocks - store.available, store.shared
     names = ("blocks_used", "blocks_cached", "blocks_shared", "blocks_total", "evictions", "copies")
     figures = (used, len(store.cached), shared, store.num_blocks, store.evictions, store.copied)
-    return {prefix + name: float(figure) for name, figure in zip(names, figures, strict=True)}
+    return {prefix + name: figure for name, figure in zip(names, figures, strict=True)}

@@ -422,10 +422,11 @@ def _check_version(path: Path, file: BinaryIO) -> None:
     if begin[:-1] != MAGIC:
         raise EngineFault("step_log", f"{path} is not a step log")
     if begin[-1] != VERSION:
-        message = (
+        raise EngineFault(
+            "step_log",
             f"{path} is a step log of version {begin[-1]}, and this program reads version {VERSION}"
+            ": read it with the program that wrote it",
         )
-        raise EngineFault("step_log", f"{message}: read it with the program that wrote it")
 
 
 def _write(

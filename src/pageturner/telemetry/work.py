@@ -15,21 +15,7 @@ from typing import NamedTuple
 
 from pageturner.scheduler.types import Item, Plan
 
-STEP_SIZES = (
-    1,
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-    16384,
-)  # vLLM's buckets, in tokens
+STEP_SIZES = (1, 8, *(1 << i for i in range(4, 15)))  # vLLM's buckets, in tokens
 
 Span = tuple[int, int]  # (tokens of a sequence computed before the step, tokens computed in it)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from pageturner.kv.kv_transfer import request_keys
-from pageturner.kv.store_hooks import add_block_hooks
+from pageturner.kv.kv_transfer import sequence_of
+from pageturner.kv.store_hooks import add_block_hooks, bring_up
 from pageturner.lab.bench.prompt_alone import prefill_seconds
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.request import Request
@@ -190,18 +190,6 @@ def fleets(
     ]
 
 
-def bring_up(store: Store, key: bytes) -> int | None:
-    """Make a block findable whose KV comes from elsewhere; None where no block can be taken now."""
-    if not store.available:
-        return None
-    table: list[int] = []
-    store.write(table, 0, 1)
-    block = table[0]
-    store.publish(table, 0, key)
-    store.truncate(table, 0)
-    return block
-
-
 def tokens_there(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> int:
     """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks. keys: as
     below."""
@@ -211,7 +199,9 @@ def tokens_there(pool: BlockPool, request: Request, keys: list[bytes] | None = N
 
 def _keys_of(pool: BlockPool, request: Request, keys: list[bytes] | None) -> Iterable[bytes]:
     whole = (len(request.prompt) - 1) // pool.block_size
-    return request_keys(pool, "", request) if keys is None else keys[:whole]
+    if keys is None:
+        return pool.keys(sequence_of(request))
+    return keys[:whole]
 
 
 def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> None:

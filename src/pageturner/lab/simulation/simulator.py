@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from operator import sub
 from typing import Any
 
+from pageturner.kv.store_hooks import bring_up
 from pageturner.lab.bench.prompt_alone import prompt_length
 from pageturner.lab.bench.request_metrics import (
     CertainMisses,
@@ -34,7 +35,6 @@ from pageturner.lab.simulation.fleet import (
     SimulatedFleet,
     SimulatedTiers,
     bring_prompt,
-    bring_up,
     fleet_of,
     fleets,
     tokens_there,
