@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
 from pageturner.lab.bench import kernel_cases
 from pageturner.lab.bench.kernel_cases import PARTS, CaseSelection, KernelCase
 from pageturner.lab.reporting import summary
+from pageturner.lab.reporting.output import write_figures
 from pageturner.progress import Progress
 
 Row = dict[str, Any]  # as in the JSON file
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(render(figures, other))
     if arguments.json:
-        summary.write_json(arguments.json, figures)
+        write_figures(arguments.json, figures)
     return 0
 
 
@@ -59,9 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
         figures: dict[str, Any] = json.loads(path.read_text())
         return {"limits": figures["limits"], "rungs": figures["rungs"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise EngineFault(
-            "bad_setting", f"{path} holds no figures of `bench kernels --json`: {error}"
-        ) from error
+        raise bad_setting(f"{path} holds no figures of `bench kernels --json`: {error}") from error
 
 
 def timed(

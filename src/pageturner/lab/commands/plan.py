@@ -20,6 +20,7 @@ from pageturner.config.setting_values import parse_size
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
+from pageturner.lab.reporting.output import write_figures
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes
@@ -57,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments, config)
     print(plan.render())
     if arguments.output:
-        simulated_engines.write_output(arguments.output, plan.data())
+        write_figures(arguments.output, plan.data())
     return 1 if _too_large(plan.model, plan.memory) else 0
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from pageturner.errors import EngineFault, bad_setting
+from pageturner.errors import bad_setting
 from pageturner.lab.bench.request_metrics import LatencyTargets, RequestClock
 from pageturner.lab.reporting import summary
 from pageturner.lab.simulation.fleet import SimulatedFleet, fleet_of
@@ -196,7 +196,7 @@ def _event(line: bytes, replicas: int, where: str) -> ReplicaEvent:
     try:
         event = msgspec.json.decode(line, type=ReplicaEvent)
     except msgspec.DecodeError as error:
-        raise EngineFault("bad_setting", f"{where}: {error}") from error
+        raise bad_setting(f"{where}: {error}") from error
     if not (0 <= event.at < float("inf") and 0 <= event.replica < replicas):
         raise bad_setting(f"{where}: at is 0 or more, and replicas are 0 to {replicas - 1:,}")
     return event
