@@ -96,21 +96,16 @@ def best(call: Callable[[], object], clock: Callable[[], float], budget: float) 
 def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
     """Return the row of a case that was timed: the seconds it took, and the share of the limit that
     binds it; share None where no limit is known."""
-    floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
-    known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
-    for name, operations in (("integer", case.integer), ("float", case.floats)):
-        limit = known[name]
-        if operations and limit is not None:
-            floors[name] = 1e-9 * operations / limit
-    compute = floors.get("integer", 0.0) + floors.get("float", 0.0)
-    bound = (
-        "bytes"
-        if floors["bytes"] >= compute
-        else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
-    )
-    unknown = any(
-        n and known[name] is None for name, n in (("integer", case.integer), ("float", case.floats))
-    )
+    reading = 1e-9 * case.nbytes / limits.read_of(case.nbytes)
+    products = {
+        "integer": (case.integer, limits.integer_gop_s),
+        "float": (case.floats, limits.fp32_gop_s),
+    }
+    needed = {name: pair for name, pair in products.items() if pair[0]}
+    floors = {name: 1e-9 * n / limit for name, (n, limit) in needed.items() if limit is not None}
+    compute = sum(floors.values())
+    bound = max(floors, key=floors.__getitem__) if compute > reading else "bytes"
+    known = len(floors) == len(needed)
     return {
         "part": case.part,
         "name": case.name,
@@ -120,7 +115,7 @@ def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
         "gop_s": 1e-9 * (case.integer + case.floats) / seconds,
         "gb_s": 1e-9 * case.nbytes / seconds,
         "bound": bound,
-        "share": None if unknown else max(floors["bytes"], compute) / seconds,
+        "share": max(reading, compute) / seconds if known else None,
     }
 
 

@@ -200,8 +200,8 @@ def _take(event: bytes, now: float, times: ResponseTimes) -> None:
 
 
 async def get(address: ServerAddress, path: str, api_key: str, seconds: float) -> tuple[int, bytes]:
-    """Return the status and the body of a page of a server, which has so many seconds to be reached,
-    and as many for each piece of its answer. ConnectionLost where nobody answers."""
+    """Return the status and the body of a page of a server, which has so many seconds to be
+    reached, and as many for each piece of its answer. ConnectionLost where nobody answers."""
     headers = authorization(api_key)
     async with connect(address, seconds, seconds) as exchange:
         await exchange.send(request_bytes(address, "GET", path, headers, b""))

@@ -130,25 +130,16 @@ def _reckoned(
 
     each = list(runs)
     if arguments.simulate:
-        return simulated_comparison.stalls_only(
-            bench,
-            each,
-            load_calibration(arguments.simulate),
-            f"step times of {arguments.simulate.name}",
-        )
+        cost = load_calibration(arguments.simulate)  # the requests themselves are simulated anyway
+        return simulated_comparison.reckon(bench, each, [], cost, _times(arguments))
     found = simulated_comparison.costs_of(
         bench, [run for mine in runs.values() for run in mine], about
     )
     if found is None:
         return None
     known, words = found
-    return simulated_comparison.reckon(
-        simulated_comparison.standing_for(bench, known.cost, known.limits()),
-        each,
-        requests,
-        known.cost,
-        words,
-    )
+    stands = simulated_comparison.standing_for(bench, known.cost, known.limits())
+    return simulated_comparison.reckon(stands, each, requests, known.cost, words)
 
 
 def _texts(

@@ -349,6 +349,7 @@ def _facts(plan: ModelPlan) -> str:
 
         states = states_in_words(sizes)
     one = _size(planner.sequence_bytes(planner.longest))
+    room = _size(planner.memory)
     rows = {
         "model": f"{model.name} ({model.arch})",
         "file": str(plan.source),
@@ -360,7 +361,7 @@ def _facts(plan: ModelPlan) -> str:
         "one state": f"{_size(storage.state_bytes)}, of recurrent layers" if storage else "",
         "states": states,
         "one sequence": f"{one}: {planner.longest:,} tokens",
-        "memory": f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV",
+        "memory": f"{_size(plan.memory)} ({plan.memory_from}), {room} of it for KV",
         "each rank": _rank(plan) if plan.gpus > 1 else "",
         "reading": _reading(plan) if plan.gpu else "",
     }

@@ -249,17 +249,12 @@ def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
     """Add the prices of an hour and of a million tokens of answers, all GPUs paid from the first
     request to the last answer; of replicas that come and go those that are there or start."""
     if (price := prices.get(run["gpu"])) is not None:
-        run["price_per_hour"] = hourly = price * _gpus_paid(run)
+        replicas = run.get("turnover", {}).get("replicas_mean", run["replicas"])
+        run["price_per_hour"] = hourly = price * (replicas * run["gpus_per_replica"])
         millions = run["output_tokens"] / 1e6
         run["price_per_million"] = (
             hourly * run["seconds"] / 3600 / millions if millions else float("nan")
         )
-
-
-def _gpus_paid(run: dict[str, Any]) -> float:
-    """The mean number of GPUs from the first request to the last answer."""
-    mean = float(run.get("turnover", {}).get("replicas_mean", run["replicas"]))
-    return mean * float(run["gpus_per_replica"])
 
 
 def _cost_of(run: dict[str, Any]) -> tuple[float, float, int, float]:

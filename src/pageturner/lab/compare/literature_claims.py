@@ -49,7 +49,8 @@ class Evidence:
 
 
 class Judgement(NamedTuple):
-    """What was measured of a claim, whether that reaches it, and why not where it does not."""
+    """The measured figures of a claim in words, whether they reach it, and why not where they do
+    not."""
 
     measured: str
     good: bool

@@ -109,8 +109,8 @@ def _workload(arguments: argparse.Namespace) -> ServedTraffic:
 
 @dataclass(frozen=True, slots=True)
 class FlaggedTrace:
-    """The trace of --trace: all of its rows, how they are scaled, and the requests that fit, without
-    text."""
+    """The trace of --trace: all of its rows, how they are scaled, and the requests that fit, which
+    have no text yet."""
 
     rows: list[TraceRow]
     scaling: TraceScaling
