@@ -80,10 +80,10 @@ def _check(usual: Usual, where: str) -> Usual:
 # -- config.json -----------------------------------------------------------------------------------
 
 _TABLES = json.loads(Path(__file__).with_name("model_outline_keys.json").read_bytes())
-_NAMES: dict[str, str] = _TABLES[
-    "names"
-]  # what is to be known -> keys, the first that is there counts
-# Reasons why the usual sum would be wrong, and the keys that tell, or how they begin in a GGUF file.
+# what is to be known -> keys, of which the first that is there counts
+_NAMES: dict[str, str] = _TABLES["names"]
+# Reasons why the usual sum would be wrong, and the keys that tell, or how these begin in a GGUF
+# file.
 _REFUSED: dict[str, str] = _TABLES["refused"]
 _GGUF_REFUSED: dict[str, str] = _TABLES["gguf_refused"]
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
