@@ -434,9 +434,10 @@ def test_sjf_is_judged_under_the_default_policy() -> None:
     """static comes first in a comparison, and waits for other reasons."""
     ttft = {"static": 9.0, "static + sjf": 1.0, "chunked": 2.0, "chunked + sjf": 1.9}
     figures = {name: {"ttft_ms": {"mean": mean}} for name, mean in ttft.items()}
-    claim = literature_claims._sjf(literature_claims.Evidence(figures, {}, {}))
-    assert claim.verdict == "not reached"
-    assert claim.measured.startswith("chunked + sjf 2 ms")
+    judged = literature_claims._sjf(literature_claims.Evidence(figures, {}, {}), "chunked")
+    assert judged is not None
+    assert not judged.good
+    assert judged.measured.startswith("chunked + sjf 2 ms")
 
 
 def test_an_engine_that_waited_for_requests_says_so() -> None:

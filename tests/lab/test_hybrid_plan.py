@@ -13,7 +13,7 @@ from pageturner import cli
 from pageturner.config.settings import EngineConfig
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
-from pageturner.lab.bench.sweep_simulated import SimulatedServer
+from pageturner.lab.bench.sweep_forecast import SimulatedServer
 from pageturner.lab.simulation import calibration
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.simulation.scenario import Scenario

@@ -85,7 +85,7 @@ def test_what_is_reckoned_is_the_same_again() -> None:
 def test_long_prompts_show_what_the_default_is_for(speed: float) -> None:
     """On a slow machine as on a fast one."""
     cost = cost_of(0.004 / speed, 0.0004 / speed)
-    found = simulated_comparison.stalls_only(bench_of(cost), EACH, cost, "x")
+    found = simulated_comparison.reckon(bench_of(cost), EACH, [], cost, "x")
     other, mine = (longest_gap(found.stalled[one]) for one in EACH)
     assert mine < other / 3
     assert found.same == {}

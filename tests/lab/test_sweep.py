@@ -31,7 +31,7 @@ from pageturner.lab.bench.sweep import (
     knee,
     tied,
 )
-from pageturner.lab.bench.sweep_forecast import scheduler_settings
+from pageturner.lab.bench.sweep_forecast import SimulatedServer, scheduler_settings
 from pageturner.lab.bench.sweep_load import (
     PointBounds,
     PointRun,
@@ -40,7 +40,6 @@ from pageturner.lab.bench.sweep_load import (
     point_seed,
 )
 from pageturner.lab.bench.sweep_servers import ask_models, key_of, named
-from pageturner.lab.bench.sweep_simulated import SimulatedServer
 from pageturner.lab.commands import bench_sweep
 from pageturner.lab.reporting import sweep_page
 from pageturner.lab.simulation.step_cost import CalibratedCost

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine import machine, machine_limits
 from pageturner.engine.machine import Machine
 from pageturner.engine.step_sizes import STEP
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.executor.draft_compatibility import check_draft, check_speculation, cost_of
 from pageturner.executor.kv_memory import KVForm, available_memory, plan_kv
 from pageturner.formats import hub
@@ -36,6 +38,7 @@ from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
 
 MIB = 1 << 20
+NO_TEMPLATE = "none in its files: that of its family, if it is known"
 CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
 
 
@@ -49,8 +52,8 @@ class DoctorReport:
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, section: str, name: str, text: str) -> None:
-        self.sections.setdefault(section, {})[name] = text
+    def add(self, section: str, rows: dict[str, str]) -> None:
+        self.sections.setdefault(section, {}).update(rows)
 
     def render(self) -> str:
         lines = []
@@ -75,11 +78,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration.load(arguments.config, flags).engine
     report = examine(config, arguments.measure)
     if arguments.json:
-        print(
-            json.dumps(
-                {**report.data, "warnings": report.warnings, "problems": report.problems}, indent=2
-            )
-        )
+        told = {"warnings": report.warnings, "problems": report.problems}
+        print(json.dumps(report.data | told, indent=2))
     else:
         print(report.render())
     return 1 if report.problems else 0
@@ -108,22 +108,16 @@ def _machine(report: DoctorReport, here: Machine) -> None:
     )
     quota = "no limit" if here.quota is None else f"{here.quota:g} processors"
     free = available_memory()
-    report.add(
-        "machine", "processor", f"{here.cpu} ({' '.join(here.flags) or 'no known extensions'})"
-    )
-    report.add(
-        "machine", "cores", f"{here.cores}, usable {_ranges(here.usable)}; cgroup quota: {quota}"
-    )
-    report.add(
-        "machine", "memory", f"{here.memory / MIB:,.0f} MiB, free {free / MIB:,.0f} MiB{limit}"
-    )
-    report.add("machine", "huge pages", here.huge_pages)
-    report.add(
-        "machine",
-        "software",
-        f"pageturner {pageturner.__version__}, Python"
-        f" {platform.python_version()}, {platform.system()} {platform.release()}",
-    )
+    extensions = " ".join(here.flags) or "no known extensions"
+    versions = f"pageturner {pageturner.__version__}, Python {platform.python_version()}"
+    rows = {
+        "processor": f"{here.cpu} ({extensions})",
+        "cores": f"{here.cores}, usable {_ranges(here.usable)}; cgroup quota: {quota}",
+        "memory": f"{here.memory / MIB:,.0f} MiB, free {free / MIB:,.0f} MiB{limit}",
+        "huge pages": here.huge_pages,
+        "software": f"{versions}, {platform.system()} {platform.release()}",
+    }
+    report.add("machine", rows)
     report.data["machine"] = {**asdict(here), "memory_free": free}
     if here.load > len(here.usable):
         report.warnings.append(
@@ -151,13 +145,11 @@ def _kernels(report: DoctorReport, config: EngineConfig) -> bool:
             )
     if isas and chosen not in isas:
         report.problems.append(f"PAGETURNER_ISA={chosen} is not available here: {', '.join(isas)}")
-    report.add("kernels", "usable", ", ".join(isas) or "none")
     runs = usable and wanted and chosen in isas
-    report.add(
-        "kernels",
-        "chosen",
-        f"native, {chosen}" if runs else config.backend if not wanted else "reference",
-    )
+    used = f"native, {chosen}"
+    if not runs:
+        used = "reference" if wanted else config.backend
+    report.add("kernels", {"usable": ", ".join(isas) or "none", "chosen": used})
     report.data["kernels"] = {"available": isas, "native": runs, "isa": chosen if runs else None}
     return runs
 
@@ -166,38 +158,35 @@ def _speed(report: DoctorReport, runs_native: bool, threads: int, here: Machine)
     """The limits that kernels cannot pass; without native kernels what numpy reaches."""
     if not runs_native:
         read, product = machine.measure_numpy()
-        report.add("measured", "read", f"{read:.0f} GB/s from memory (numpy's sum, one thread)")
-        report.add("measured", "fp32 products", f"{product:.0f} GFLOP/s (numpy's BLAS)")
+        rows = {
+            "read": f"{read:.0f} GB/s from memory (numpy's sum, one thread)",
+            "fp32 products": f"{product:.0f} GFLOP/s (numpy's BLAS)",
+        }
+        report.add("measured", rows)
         report.data["measured"] = {"read_gb_s": read, "fp32_gop_s": product, "load": here.load}
         return
     limits = peak.measure(report.data["kernels"]["isa"], threads)
     sources = ", ".join(f"{value:.0f} of {size}" for size, value in limits.read_gb_s.items())
-    report.add(
-        "measured", "threads", f"{threads} together; nothing that is computed here can be faster"
-    )
-    report.add(
-        "measured", "read", f"{sources}: GB/s by the bytes in use (the first for each thread)"
-    )
-    report.add("measured", "copy", f"{limits.copy_gb_s:.0f} GB/s in memory")
+    rows = {
+        "threads": f"{threads} together; nothing that is computed here can be faster",
+        "read": f"{sources}: GB/s by the bytes in use (the first for each thread)",
+        "copy": f"{limits.copy_gb_s:.0f} GB/s in memory",
+    }
     for name, limit, unit in (
         ("integer products", limits.integer_gop_s, "GOP/s of int8"),
         ("fp32 products", limits.fp32_gop_s, "GFLOP/s"),
     ):
-        report.add(
-            "measured", name, "not known" if limit is None else f"{limit:.0f} {unit} ({limits.isa})"
-        )
-    report.data["measured"] = {**asdict(limits), "load": here.load}
+        rows[name] = "not known" if limit is None else f"{limit:.0f} {unit} ({limits.isa})"
     if machine_limits.store_peak(limits):
-        report.add(
-            "measured",
-            "kept",
-            f"in {machine_limits.limits_file()}, the best so far: /metrics has shares of it",
-        )
+        file = machine_limits.limits_file()
+        rows["kept"] = f"in {file}, the best so far: /metrics has shares of it"
+    report.add("measured", rows)
+    report.data["measured"] = {**asdict(limits), "load": here.load}
 
 
 def _model(report: DoctorReport, config: EngineConfig) -> None:
     if config.backend in ("fake", "null"):
-        report.add("model", "none", f"the {config.backend} backend has no model")
+        report.add("model", {"none": f"the {config.backend} backend has no model"})
         return
     try:
         model = hub.resolve(config.model, offline=True)
@@ -230,35 +219,23 @@ def _model(report: DoctorReport, config: EngineConfig) -> None:
 def _model_facts(
     report: DoctorReport, file: TensorFile, spec: ModelSpec, model: hub.ModelFile, size: int
 ) -> None:
-    kinds: dict[str, int] = {}
-    parameters = 0
+    kinds = Counter[str]()
     for tensor in file.tensors.values():
-        elements = 1
-        for extent in tensor.shape:
-            elements *= extent
-        parameters += elements
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + elements
-    shares = ", ".join(
-        f"{kind} {100 * n / parameters:.1f} %"
-        for kind, n in sorted(kinds.items(), key=lambda k: -k[1])
-    )
-    report.add("model", "file", f"{model.path} ({size / MIB:,.1f} MiB)")
+        kinds[tensor.kind] += math.prod(tensor.shape)
+    parameters = kinds.total()
+    shares = ", ".join(f"{kind} {100 * n / parameters:.1f} %" for kind, n in kinds.most_common())
     kv = f"({spec.kv_heads} for KV) of {spec.head_dim}"
     kv = f"over a latent KV of {spec.head_dim}" if spec.latent else kv
-    report.add(
-        "model",
-        "architecture",
-        f"{spec.arch}: {spec.layers} layers of {spec.dim}, {spec.heads} heads"
-        f" {kv}, vocabulary {spec.vocab:,}",
-    )
-    report.add("model", "weights", f"{parameters / 1e6:,.1f} M in {shares}")
-    report.add("model", "context", f"{spec.context:,} tokens")
     template = _has_template(file, model)
-    report.add(
-        "model",
-        "chat template",
-        "yes" if template else "none in its files: that of its family, if it is known",
-    )
+    rows = {
+        "file": f"{model.path} ({size / MIB:,.1f} MiB)",
+        "architecture": f"{spec.arch}: {spec.layers} layers of {spec.dim}, {spec.heads} heads"
+        f" {kv}, vocabulary {spec.vocab:,}",
+        "weights": f"{parameters / 1e6:,.1f} M in {shares}",
+        "context": f"{spec.context:,} tokens",
+        "chat template": "yes" if template else NO_TEMPLATE,
+    }
+    report.add("model", rows)
     report.data["model"] = {
         "name": model.name,
         "path": str(model.path),
@@ -273,9 +250,8 @@ def _model_facts(
 
 def _defaults(report: DoctorReport, config: EngineConfig, model: GGUFFile | Path) -> None:
     generation = read_generation(model, config.generation_config)
-    report.add(
-        "model", "sampling", f"{generation}" if generation.sampling else "no defaults of its own"
-    )
+    sampling = f"{generation}" if generation.sampling else "no defaults of its own"
+    report.add("model", {"sampling": sampling})
     report.data["model"]["sampling"] = generation.sampling
 
 
@@ -293,10 +269,7 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
     check_speculation(config)
     if config.speculation == "mtp":
         one, cost = _block(config, target.mtp), cost_of(target.mtp, target)
-        text = (
-            f"its KV takes {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's"
-        )
-        report.add("model", "MTP head", text)
+        report.add("model", {"MTP head": _takes(one, cost)})
         report.data["mtp"] = {"cost": cost, "bytes_per_token": one.bytes_per_token}
         return one.nbytes, 0
     if not config.draft_model:
@@ -306,18 +279,15 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
     check_draft(spec)
     check_memory(file, layout, config.dtype, config.quantization, available_memory())
     one, cost = _block(config, spec), cost_of(spec, target)
-    report.add(
-        "model",
-        "draft model",
-        f"{model.path}: {spec.layers} layers of {spec.dim}, its KV takes"
-        f" {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's",
-    )
-    report.data["draft_model"] = {
-        "path": str(model.path),
-        "cost": cost,
-        "bytes_per_token": one.bytes_per_token,
-    }
+    text = f"{model.path}: {spec.layers} layers of {spec.dim}, {_takes(one, cost)}"
+    report.add("model", {"draft model": text})
+    data = {"path": str(model.path), "cost": cost, "bytes_per_token": one.bytes_per_token}
+    report.data["draft_model"] = data
     return one.nbytes, sum(tensor.nbytes for tensor in file.tensors.values())
+
+
+def _takes(one: KVSpec, cost: float) -> str:
+    return f"its KV takes {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's"
 
 
 def _block(config: EngineConfig, spec: ModelSpec) -> KVSpec:
@@ -333,7 +303,7 @@ def _kv(
     length = config.max_model_len or spec.context
     if length > spec.context:
         message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
     storage = spec.recurrent_spec(one.dtype)
     form = KVForm(one, windowed, spec.window, beside, storage)
@@ -341,8 +311,6 @@ def _kv(
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS
-    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.kv_layers} layers)"
-    report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:
         whole, recent = one.split(windowed)
@@ -356,13 +324,13 @@ def _kv(
         nbytes += sizes.states * storage.state_bytes + sizes.tails * storage.tail_bytes
     at_once = min(config.max_num_seqs, sizes.tails // 2 or config.max_num_seqs)
     nbytes += blocks * beside
-    report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
-    report.add(
-        "KV cache",
-        "what fits",
-        f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
+    rows = {
+        "one token": f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.kv_layers} layers)",
+        "blocks": f"{text}, {nbytes / MIB:,.0f} MiB",
+        "what fits": f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
         f" {chats:,} of {CHAT_TOKENS:,}; at most {at_once} run at once",
-    )
+    }
+    report.add("KV cache", rows)
     report.data["kv"] = {
         "bytes_per_token": one.bytes_per_token,
         "blocks": blocks,
@@ -383,20 +351,16 @@ def _kv(
 def _choices(report: DoctorReport, config: EngineConfig, here: Machine, runs_native: bool) -> None:
     threads = config.threads or len(here.usable)
     why = "asked for" if config.threads else "one for each core that this process may use"
-    report.add(
-        "would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)"
-    )
     if config.max_num_batched_tokens < 0:
         budget = f"as many tokens a step as take {STEP:g} s"
     else:
         budget = f"{config.max_num_batched_tokens or 'any number of'} tokens a step"
-    report.add(
-        "would be used",
-        "policy",
-        f"{config.policy}, {budget}, at most {config.max_num_seqs} sequences",
-    )
-    cache = "on" if config.enable_prefix_caching else "off"
-    report.add("would be used", "prefix cache", cache)
+    rows = {
+        "threads": f"{threads} ({why})" if runs_native else "1 (numpy reference)",
+        "policy": f"{config.policy}, {budget}, at most {config.max_num_seqs} sequences",
+        "prefix cache": "on" if config.enable_prefix_caching else "off",
+    }
+    report.add("would be used", rows)
     report.data["config"] = asdict(config) | {"threads": threads}
     if threads > len(here.usable):
         report.warnings.append(

@@ -14,7 +14,7 @@ from pageturner.cli import sampling_flags, sources
 from pageturner.cli.sampling_flags import SamplingOptions
 from pageturner.cli.sources import Answer, AnswerSource, AnswerSummary
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, bad_setting
 from pageturner.formats import hub
 from pageturner.progress import LINE_EVERY, NEVER, Still
 
@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     source = sources.from_flags(arguments)
     begin = time.monotonic()
     if arguments.chat is False and arguments.system:
-        raise EngineFault("bad_setting", "--system is part of a chat: leave --no-chat out")
+        raise bad_setting("--system is part of a chat: leave --no-chat out")
     answer = _answer(source, arguments, prompt, sampling)
     text, summary = _take(answer, None if arguments.json else sys.stdout)
     if arguments.json:
@@ -77,17 +77,13 @@ def _question_is_prompt(arguments: argparse.Namespace) -> None:
     if arguments.text is None and len(first.split()) > 1 and not Path(first[:4096]).exists():
         arguments.text, arguments.model = first, None
         if given:
-            raise EngineFault("bad_setting", f"there are two prompts, or no such model: {first!r}")
+            raise bad_setting(f"there are two prompts, or no such model: {first!r}")
     if arguments.text is not None:
         if given:
-            raise EngineFault(
-                "bad_setting", "there are two prompts: one without a flag, and --prompt or --file"
-            )
+            raise bad_setting("there are two prompts: one without a flag, and --prompt or --file")
         arguments.prompt = arguments.text
     elif first and not given and _is_word(first):
-        raise EngineFault(
-            "bad_setting", f"{first!r} is no model; if it is the prompt: -p {shlex.quote(first)}"
-        )
+        raise bad_setting(f"{first!r} is no model; if it is the prompt: -p {shlex.quote(first)}")
 
 
 def _is_word(text: str) -> bool:
@@ -104,20 +100,19 @@ def _is_word(text: str) -> bool:
 
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None and arguments.file is not None:
-        raise EngineFault("bad_setting", "give --prompt or --file, not both")
+        raise bad_setting("give --prompt or --file, not both")
     if arguments.prompt is not None:
         return str(arguments.prompt)
     if arguments.file is not None:
         try:
             return str(arguments.file.read_bytes(), "utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise EngineFault("bad_setting", f"cannot read {arguments.file}: {error}") from error
+            raise bad_setting(f"cannot read {arguments.file}: {error}") from error
     if sys.stdin.isatty():
         print("(the prompt, then Ctrl-D)", file=sys.stderr)
     prompt = sys.stdin.read()
     if not prompt.strip():
-        raise EngineFault(
-            "bad_setting",
+        raise bad_setting(
             "there is no prompt: give it as an argument, with --file, or on standard input",
         )
     return prompt

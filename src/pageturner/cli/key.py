@@ -12,7 +12,7 @@ import secrets
 import sys
 
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 RANDOM_BYTES = 32  # of a key: nobody finds one by trying, so that a fast hash of it is enough
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the key, which is kept nowhere, to standard error, and its table to standard output."""
     if not _TENANT.fullmatch(arguments.tenant):
-        raise EngineFault("bad_setting", "--tenant is 1 to 64 letters, digits and ._-")
+        raise bad_setting("--tenant is 1 to 64 letters, digits and ._-")
     key = "pt-" + secrets.token_urlsafe(RANDOM_BYTES)
     lines = [
         "[[keys]]",

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.formats import hub
 from pageturner.progress import Progress
 
@@ -143,8 +143,7 @@ def remove(name: str, *, yes: bool, ask: Callable[[str], str] = input) -> bool:
         try:
             answer = ask(f"remove {name} ({size(model.nbytes)})? [y/N] ")
         except EOFError:
-            raise EngineFault(
-                "bad_setting",
+            raise bad_setting(
                 "there is no terminal to ask on: add --yes to remove without a question",
             ) from None
         if answer.strip().lower() not in ("y", "yes"):

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.text.tool_formats import aliases
 
 # parsers of vLLM that go by a model's own files, as ours does
@@ -115,7 +115,7 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
             found.append(word)
             continue
         if rule.rule == "answered" or (rule.ours and rule.ours.split()[-1] not in known):
-            raise EngineFault("bad_setting", f"{flag} is not a flag here: {rule.text}")
+            raise bad_setting(f"{flag} is not a flag here: {rule.text}")
         given = _taken(rule, [value] if equals else [], rest)
         if rule.rule == "list" and has_model:  # else the last word may be the model
             given += _plain(rest)
@@ -242,7 +242,7 @@ def _json(flag: str, value: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise EngineFault("bad_setting", f"{flag}: {value!r} is no JSON") from error
+        raise bad_setting(f"{flag}: {value!r} is no JSON") from error
 
 
 def _adapters(given: Given, notes: list[str]) -> list[str]:
@@ -252,7 +252,7 @@ def _adapters(given: Given, notes: list[str]) -> list[str]:
         if value.startswith("{"):
             fields = _json(given.flag, value)
             if not {"name", "path"} <= fields.keys():
-                raise EngineFault("bad_setting", f"{given.flag}: {value!r} has no name and path")
+                raise bad_setting(f"{given.flag}: {value!r} has no name and path")
             value = f"{fields['name']}={fields['path']}"
         found += ["--lora", value]
     return found
@@ -271,7 +271,7 @@ def _drafts(given: Given, notes: list[str]) -> list[str]:
         return ["--speculation", "mtp"]
     methods = "suffix, ngram, draft_model, mtp"
     message = f"{given.flag}: there is no method {method!r} here; there are {methods}"
-    raise EngineFault("bad_setting", message)
+    raise bad_setting(message)
 
 
 def _overrides(given: Given, notes: list[str]) -> list[str]:
@@ -281,7 +281,7 @@ def _overrides(given: Given, notes: list[str]) -> list[str]:
         return ["--max-model-len", str(fields["max_position_embeddings"])]
     if fields:
         message = f"{given.flag}: write {', '.join(fields)} into config.json of the model's folder"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     return []
 
 
@@ -291,7 +291,7 @@ def _one_server(given: Given, notes: list[str]) -> list[str]:
         message = (
             f"{given.flag} is 1 here; several servers behind one address: pageturner route URL URL"
         )
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     notes.append(f"{given.flag} 1 was left out: one process computes a model")
     return []
 

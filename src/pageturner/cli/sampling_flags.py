@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageturner.config import flag_table
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.params import SamplingParams, out_of_range
 
 TEMPERATURE = 0.7  # small models wander at 1.0; the API keeps OpenAI's default
@@ -66,9 +66,9 @@ def from_flags(arguments: argparse.Namespace) -> SamplingOptions:
     for name in LIMITED:
         flag = "--" + name.replace("_", "-")
         if name in given and (wrong := out_of_range(name, given[name], flag)) is not None:
-            raise EngineFault("bad_setting", wrong)
+            raise bad_setting(wrong)
     if not all(arguments.stop):
-        raise EngineFault("bad_setting", "--stop may not be empty")
+        raise bad_setting("--stop may not be empty")
     if arguments.stop:
         given["stop"] = tuple(arguments.stop)
     if arguments.ignore_eos:

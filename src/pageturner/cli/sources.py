@@ -22,7 +22,7 @@ from pageturner.cli.stream_events import Usage, stream_events
 from pageturner.config import flag_table
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, bad_setting
 from pageturner.progress import Still
 
 TIMEOUT = 600.0  # seconds without a byte from a server
@@ -116,9 +116,7 @@ class RemoteServer:
     def __init__(self, base_url: str, model: str = "", api_key: str = "") -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EngineFault(
-                "bad_setting", f"--base-url looks like http://HOST:PORT, not {base_url!r}"
-            )
+            raise bad_setting(f"--base-url looks like http://HOST:PORT, not {base_url!r}")
         self._url = base_url
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port
@@ -206,7 +204,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def from_flags(arguments: argparse.Namespace) -> AnswerSource:
     """The source that was asked for, ready to answer."""
     if arguments.base_url and arguments.chat_template:
-        raise EngineFault("bad_setting", "--chat-template: with --base-url the server has its own")
+        raise bad_setting("--chat-template: with --base-url the server has its own")
     if arguments.base_url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
         return RemoteServer(arguments.base_url, arguments.model or "", key)

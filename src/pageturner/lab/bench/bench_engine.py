@@ -20,12 +20,26 @@ from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.lab.reporting import summary
+from pageturner.lab.reporting.output import write_figures
 from pageturner.lab.traffic.traffic import OpenLoop, encoded
 from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.lab.traffic.traffic_generators import word_prompts
 from pageturner.progress import Progress
 from pageturner.request import Event, Request
 from pageturner.telemetry.work import WorkTotals
+
+SETTINGS = (
+    "model",
+    "threads",
+    "policy",
+    "backend",
+    "dtype",
+    "device",
+    "load_format",
+    "load_seed",
+    "max_num_seqs",
+    "step_log",
+)
 
 
 class TimedOps:
@@ -60,24 +74,13 @@ def main(arguments: argparse.Namespace) -> int:
     figures = run(arguments)
     print(render(figures))
     if arguments.output:
-        summary.write_json(arguments.output, figures)
+        write_figures(arguments.output, figures)
     return 0
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answer the whole workload, all requests at once; figures of tokens and steps."""
-    config = EngineConfig(
-        model=arguments.model,
-        threads=arguments.threads,
-        policy=arguments.policy,
-        backend=arguments.backend,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        load_format=arguments.load_format,
-        load_seed=arguments.load_seed,
-        max_num_seqs=arguments.max_num_seqs,
-        step_log=arguments.step_log,
-    )
+    config = EngineConfig(**{name: getattr(arguments, name) for name in SETTINGS})
     clocks: list[TimedOps] = []
 
     def wrap(ops: Any) -> Any:
@@ -187,15 +190,13 @@ def _kv(steps: list[dict[str, float]]) -> dict[str, float]:
 def render(figures: dict[str, Any]) -> str:
     """The figures as a table for people."""
     names = ("step_ms", "native_ms", "outside_ms", "outside_ms_fullest")
-    columns = ("mean", "p50", "p90", "p99", "max")
-    rows = [[name, *(figures[name][column] for column in columns)] for name in names]
     kv = figures["kv"]
     phases = ", ".join(f"{name} {value:.2f} s" for name, value in figures["load_s"].items())
     return "\n".join(
         [
             f"{figures['requests']} requests, {figures['output_tokens']} output tokens,"
             f" {figures['seconds']:.2f} s: {figures['output_tokens_per_s']:.1f} output tokens/s",
-            summary.table(rows, (f"{figures['steps']} steps", *columns)),
+            summary.spreads_table(figures, names, f"{figures['steps']} steps"),
             f"most running at once {figures['most_running']:.0f}; peak RSS {figures['peak_rss_mb']:.0f} MB",
             f"KV: at most {kv['most_reserved']:,.0f} tokens reserved, {kv['wasted']:.1%} of them wasted"
             f" ({kv['wasted_contiguous']:.1%} if each reserved the longest sequence);"

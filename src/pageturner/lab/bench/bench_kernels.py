@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
 from pageturner.lab.bench import kernel_cases
 from pageturner.lab.bench.kernel_cases import PARTS, CaseSelection, KernelCase
 from pageturner.lab.reporting import summary
+from pageturner.lab.reporting.output import write_figures
 from pageturner.progress import Progress
 
 Row = dict[str, Any]  # as in the JSON file
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(render(figures, other))
     if arguments.json:
-        summary.write_json(arguments.json, figures)
+        write_figures(arguments.json, figures)
     return 0
 
 
@@ -59,9 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
         figures: dict[str, Any] = json.loads(path.read_text())
         return {"limits": figures["limits"], "rungs": figures["rungs"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise EngineFault(
-            "bad_setting", f"{path} holds no figures of `bench kernels --json`: {error}"
-        ) from error
+        raise bad_setting(f"{path} holds no figures of `bench kernels --json`: {error}") from error
 
 
 def timed(
@@ -97,21 +96,16 @@ def best(call: Callable[[], object], clock: Callable[[], float], budget: float) 
 def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
     """Return the row of a case that was timed: the seconds it took, and the share of the limit that
     binds it; share None where no limit is known."""
-    floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
-    known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
-    for name, operations in (("integer", case.integer), ("float", case.floats)):
-        limit = known[name]
-        if operations and limit is not None:
-            floors[name] = 1e-9 * operations / limit
-    compute = floors.get("integer", 0.0) + floors.get("float", 0.0)
-    bound = (
-        "bytes"
-        if floors["bytes"] >= compute
-        else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
-    )
-    unknown = any(
-        n and known[name] is None for name, n in (("integer", case.integer), ("float", case.floats))
-    )
+    reading = 1e-9 * case.nbytes / limits.read_of(case.nbytes)
+    products = {
+        "integer": (case.integer, limits.integer_gop_s),
+        "float": (case.floats, limits.fp32_gop_s),
+    }
+    needed = {name: pair for name, pair in products.items() if pair[0]}
+    floors = {name: 1e-9 * n / limit for name, (n, limit) in needed.items() if limit is not None}
+    compute = sum(floors.values())
+    bound = max(floors, key=floors.__getitem__) if compute > reading else "bytes"
+    known = len(floors) == len(needed)
     return {
         "part": case.part,
         "name": case.name,
@@ -121,7 +115,7 @@ def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
         "gop_s": 1e-9 * (case.integer + case.floats) / seconds,
         "gb_s": 1e-9 * case.nbytes / seconds,
         "bound": bound,
-        "share": None if unknown else max(floors["bytes"], compute) / seconds,
+        "share": max(reading, compute) / seconds if known else None,
     }
 
 

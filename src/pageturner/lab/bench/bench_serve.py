@@ -15,9 +15,10 @@ from math import inf
 from typing import Any
 
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.bench.client import Client, ResponseTimes
 from pageturner.lab.reporting import summary
+from pageturner.lab.reporting.output import write_figures
 from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
 from pageturner.lab.traffic.traffic_flags import ServedTraffic
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     targets = parse_targets(arguments.goodput)
     if arguments.send_targets and not targets:
-        raise EngineFault("bad_setting", "--send-targets sends those of --goodput: give some")
+        raise bad_setting("--send-targets sends those of --goodput: give some")
     traffic = traffic_flags.from_flags(arguments)
     client = Client(
         arguments.base_url,
@@ -59,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
         figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))
     if arguments.output:
-        summary.write_json(arguments.output, figures)
+        write_figures(arguments.output, figures)
     return 0 if not figures["failed"] else 1
 
 
@@ -154,7 +155,7 @@ def parse_targets(words: list[str]) -> dict[str, float]:
             name = ""
         if name not in FIELDS or not 0 < targets[name] < inf:
             message = f"--goodput takes ttft:MS, tpot:MS and e2el:MS, not {word!r}"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
     return targets
 
 
@@ -180,14 +181,12 @@ def goodput(
 def render(figures: dict[str, Any]) -> str:
     """The figures as a table for people."""
     names = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
-    columns = ("mean", "p50", "p90", "p99", "max")
-    rows = [[name, *(figures[name][column] for column in columns)] for name in names]
     refused = f"{figures['refused']} refused for their targets, " if figures.get("refused") else ""
     lines = [
         *([figures["load"]] if "load" in figures else []),
         f"{figures['requests']} requests, {figures['failed']} failed, {refused}{figures['seconds']:.2f} s:"
         f" {figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all",
-        summary.table(rows, ("", *columns)),
+        summary.spreads_table(figures, names, ""),
     ]
     if good := figures.get("goodput"):
         targets = " ".join(f"{name}:{most:g}" for name, most in good["targets_ms"].items())

@@ -16,6 +16,7 @@ import msgspec
 from pageturner.http.http_client import (
     ConnectionLost,
     EventSplitter,
+    ServerAddress,
     connect,
     parse_address,
     request_bytes,
@@ -106,9 +107,8 @@ class Client:
     ) -> None:
         self._address = parse_address(base_url, "--base-url")
         self._model = model
-        self._headers = [(b"Content-Type", b"application/json")]
-        if api_key:
-            self._headers.append((b"Authorization", f"Bearer {api_key}".encode()))
+        json_type = (b"Content-Type", b"application/json")
+        self._headers = [json_type, *authorization(api_key)]
         self._endpoint = endpoint
         self._extra = extra or {}
         self._ignore_eos = ignore_eos
@@ -197,3 +197,17 @@ def _take(event: bytes, now: float, times: ResponseTimes) -> None:
             times.finish = choice.finish_reason
             if not times.chunks:  # an answer of one token, which has no text: the end of sequence
                 times.chunks.append(now)
+
+
+async def get(address: ServerAddress, path: str, api_key: str, seconds: float) -> tuple[int, bytes]:
+    """Return the status and the body of a page of a server, which has so many seconds to be
+    reached, and as many for each piece of its answer. ConnectionLost where nobody answers."""
+    headers = authorization(api_key)
+    async with connect(address, seconds, seconds) as exchange:
+        await exchange.send(request_bytes(address, "GET", path, headers, b""))
+        return exchange.status, await exchange.read_rest()
+
+
+def authorization(api_key: str) -> list[tuple[bytes, bytes]]:
+    """Return the header with a key; none for no key."""
+    return [(b"Authorization", f"Bearer {api_key}".encode())] if api_key else []

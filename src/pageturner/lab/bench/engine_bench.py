@@ -19,7 +19,7 @@ from typing import Protocol
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine import Engine
 from pageturner.engine.engine_factory import LoadedEngine, engine_again, make_engine
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.simulation import recorded_runs
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.traffic.traffic import OpenLoop
@@ -127,7 +127,7 @@ class EngineBench:
                     self.built, replace(config or self.config, step_log=str(path))
                 )
             except ValueError as error:
-                raise EngineFault("bad_setting", str(error)) from error
+                raise bad_setting(str(error)) from error
             engine.clock = self.clock.now
             try:
                 drive(engine, requests, self.clock, told)

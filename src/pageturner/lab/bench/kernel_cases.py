@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from pageturner.errors import EngineFault
@@ -64,10 +66,6 @@ class ModelShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
 
 
-SMOLLM2 = ModelShape("SmolLM2", 576, 1536, 9, 3, 64, 49152, 30)
-QWEN = ModelShape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, 151936, 24)
-
-
 @dataclass(frozen=True, slots=True)
 class CaseSelection:
     """The choice of the cases that are timed."""
@@ -79,24 +77,10 @@ class CaseSelection:
     sequences: tuple[tuple[int, int, int], ...]  # sequences, context, rows of each
 
 
-SHORT = CaseSelection(
-    (SMOLLM2,),
-    ("Q4_1", "Q8_0", "F32"),
-    (1, 8, 32, 512),
-    ("float16", "int8"),
-    ((1, CONTEXT, 1), (32, CONTEXT, 1), (1, 2048, 1), (1, 512, 512)),
-)
-FULL = CaseSelection(
-    (SMOLLM2, QWEN),
-    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"),
-    (1, 2, 4, 8, 16, 32, 64, 128, 512),
-    ("float16", "int8", "float32"),
-    (
-        *((n, c, 1) for n in (1, 8, 32, 64) for c in (128, CONTEXT, 1024)),
-        (1, 512, 512),
-        (1, 2048, 512),
-    ),
-)
+_TABLE = Path(__file__).with_name("kernel_cases.json").read_bytes()
+CHOICES = msgspec.json.decode(_TABLE, type=dict[str, CaseSelection])
+SHORT = CHOICES["short"]
+FULL = CHOICES["full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +315,9 @@ def _forward(
 def _layer(ops: Ops, shape: ModelShape) -> Layer:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"q": (q, shape.d), "k": (kv, shape.d), "v": (kv, shape.d), "o": (shape.d, q)}
+    sizes |= dict.fromkeys(("gate", "up"), (shape.inner, shape.d))
+    sizes["down"] = (shape.d, shape.inner)
     parts = {name: weight(ops, "Q4_1", *size, bits=12) for name, size in sizes.items()}
-    sizes = dict.fromkeys(("gate", "up"), (shape.inner, shape.d)) | {"down": (shape.d, shape.inner)}
-    parts |= {name: weight(ops, "Q4_1", *size, bits=12) for name, size in sizes.items()}
     one = np.ones(shape.d, np.float32)
     made = Layer(
         attn_norm=one, mlp_norm=one, shape=shape.attention, rope=_rope(shape), eps=_EPS, **parts

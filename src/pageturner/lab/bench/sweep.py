@@ -8,10 +8,12 @@ together. Must not know how a point is run (sweep_load.py), nor how it is shown.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,24 +24,14 @@ GAIN = (
 )
 MAX_POINTS = 24
 
+_TABLES = json.loads(Path(__file__).with_name("sweep_figures.json").read_bytes())
 # what is summed up over rounds: name, what it is called, its unit
-FIGURES = {
-    "output_tokens_per_s": ("output tokens", "tokens/s"),
-    "requests_per_s": ("requests", "requests/s"),
-    "ttft_ms_p50": ("time to first token, p50", "ms"),
-    "ttft_ms_p99": ("time to first token, p99", "ms"),
-    "tpot_ms_p50": ("time per token after the first, p50", "ms"),
-    "tpot_ms_p99": ("time per token after the first, p99", "ms"),
-    "gap_ms_p99": ("gap between two tokens, p99", "ms"),
-    "goodput_per_s": ("requests within the targets", "requests/s"),
-    "goodput_share": ("share within the targets", ""),
-    "prompt_tokens": ("prompt, mean", "tokens"),
-    "answer_tokens": ("answer, mean", "tokens"),
-    "asked_tokens": ("answer that was asked for, mean", "tokens"),
-}
-COUNTS = ("requests", "answered", "counted", "errors", "refused", "unanswered")
+FIGURES: dict[str, list[str]] = _TABLES["figures"]
+SIMULATED: list[str] = _TABLES["simulated"]
+COUNTS: list[str] = _TABLES["counts"]
+# figure, title, unit, whether its axis may be logarithmic
+PICTURES: list[tuple[str, str, str, bool]] = _TABLES["pictures"]
 UNITS = {"concurrency": "clients", "rate": "requests/s"}
-SIMULATED = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 SCHEMA = 1  # of the JSON file
 
 
@@ -255,9 +247,7 @@ class SweepResults:
         """Return all of it for other programs: the fields of docs/sweep.md."""
         servers = [
             {
-                "name": one.name,
-                "url": one.url,
-                "model": one.model,
+                **{name: getattr(one, name) for name in ("name", "url", "model")},
                 "started_with": one.started,
                 "failed": one.failed or None,
             }

@@ -1,29 +1,188 @@
 """The planner's answer beside a sweep: each measured point once more in the simulator, where that
-can be had.
+can be had: our scheduler, with the step times of a calibration.
 
-Owns which servers are simulated with which settings, and what is said where there is nothing to
-simulate with. The simulation of a point is in sweep_simulated.py.
+Owns the simulated clients, how far a forecast was off, which servers are simulated with which
+settings, and what is said where there is nothing to simulate with. Must not know how anything was
+measured: it is told lengths alone, of prompts and of answers, and no time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import scheduler_of
 from pageturner.engine.fingerprint import model_mark
 from pageturner.errors import EngineFault
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.lab.bench.client import ResponseTimes
 from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweepResults, SweptServer
-from pageturner.lab.bench.sweep_load import PointBounds, point_seed
-from pageturner.lab.bench.sweep_simulated import Lengths, SimulatedServer
+from pageturner.lab.bench.sweep_load import (
+    PointBounds,
+    PointRun,
+    SentRequest,
+    arrivals,
+    point_figures,
+    point_seed,
+)
+from pageturner.lab.simulation import calibration
 from pageturner.lab.simulation.recorded_runs import SCHEDULER_OPTIONS
+from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost, load_calibration
+from pageturner.lab.traffic.traffic import OWN, Pieces, TrafficRequest
 
 DEFAULT = Path("calibration.json")  # what `pageturner calibrate` writes unless told otherwise
 MAKE = "run `pageturner calibrate {model}`, then give its file here: --calibration calibration.json"
+# tokens of prompt and answer of each request, in the order of sending
+Lengths = list[tuple[int, int]]
+
+
+# -- the simulation of a point ---------------------------------------------------------------------
+
+
+def _requests(lengths: Lengths) -> Iterator[TrafficRequest]:
+    """Yield requests of these lengths, over and over; no two have a prefix in common."""
+    for number in itertools.count():
+        prompt, answer = lengths[number % len(lengths)]
+        pieces = Pieces(((OWN + 2 * number, max(prompt, 1)),))
+        yield TrafficRequest(pieces, output=None, max_tokens=answer, answer=OWN + 2 * number + 1)
+
+
+@dataclass(slots=True)
+class SimulatedClients:
+    """The closed loop of sweep_load.closed_point in simulated time. ended: requests in the order in
+    which they were answered; `turn` is (client, how many it had sent before)."""
+
+    lengths: Lengths
+    clients: int
+    bounds: PointBounds
+    ended: list[TrafficRequest] = field(default_factory=list)
+    stop: float = float("inf")
+    _coming: Iterator[TrafficRequest] = field(init=False)
+    _sent: int = 0
+    _first: int = 0
+
+    def __post_init__(self) -> None:
+        self._coming = _requests(self.lengths)
+
+    @property
+    def total(self) -> int:
+        return self.clients
+
+    def arrivals(self) -> Iterator[TrafficRequest]:
+        return (self._next(client, 0, 0.0) for client in range(self.clients))
+
+    def after(self, request: TrafficRequest, end: float) -> list[TrafficRequest]:
+        self.ended.append(request)
+        client, number = request.turn or (0, 0)
+        self._first += number == 0
+        enough = self.bounds.requests and self._sent >= self.clients + self.bounds.requests
+        wanted = self._first < self.clients or (end < self.bounds.seconds and not enough)
+        if end >= self.bounds.sending or not wanted:
+            self.stop = min(self.stop, end)
+            return []
+        return [self._next(client, number + 1, end)]
+
+    def _next(self, client: int, number: int, at: float) -> TrafficRequest:
+        self._sent += 1
+        return replace(next(self._coming), arrival=at, turn=(client, number))
+
+
+@dataclass(slots=True)
+class NotedArrivals:
+    """Requests at their own times, which notes the order of answers as SimulatedClients does."""
+
+    requests: list[TrafficRequest]
+    ended: list[TrafficRequest] = field(default_factory=list)
+    stop: float = float("inf")
+
+    @property
+    def total(self) -> int:
+        return len(self.requests)
+
+    def arrivals(self) -> Iterator[TrafficRequest]:
+        return iter(self.requests)
+
+    def after(self, request: TrafficRequest, end: float) -> list[TrafficRequest]:
+        self.ended.append(request)
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedServer:
+    """The engine that a calibration is of, with the settings of a server under test."""
+
+    config: EngineConfig
+    sizes: KVSizes
+    max_model_len: int
+    cost: CalibratedCost
+
+    @classmethod
+    def of(cls, cost: CalibratedCost, settings: dict[str, Any]) -> SimulatedServer:
+        """settings: of its scheduler, other than those that were calibrated."""
+        known, sizes, longest = calibration.engine_of(cost)
+        config = replace(known, **settings)
+        sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
+        return cls(config, sizes, config.max_model_len or longest, cost)
+
+    def fitting(self, lengths: Lengths) -> int:
+        """Return how many such requests its KV memory holds at once, all at their full length."""
+        size = self.config.block_size
+        blocks = sum(-(-(prompt + answer) // size) for prompt, answer in lengths)
+        fit = self.sizes.blocks * len(lengths) // max(blocks, 1)
+        return min(fit, self.sizes.tails // 2) if self.sizes.tails else fit
+
+    def point(
+        self,
+        over: str,
+        at: float,
+        lengths: Lengths,
+        bounds: PointBounds,
+        seed: int,
+        targets: dict[str, float],
+    ) -> dict[str, Any]:
+        """The figures of one run, as sweep_load.point_figures makes them of a measured one. Nothing
+        where the engine refuses such requests."""
+        if over == "concurrency":
+            return self._figures(SimulatedClients(lengths, int(at), bounds), targets)
+        times = arrivals(at, bounds, seed)
+        asked = [
+            replace(one, arrival=when) for when, one in zip(times, _requests(lengths), strict=False)
+        ]
+        return self._figures(NotedArrivals(asked), targets)
+
+    def _figures(
+        self, traffic: SimulatedClients | NotedArrivals, targets: dict[str, float]
+    ) -> dict[str, Any]:
+        simulator = Simulator(
+            lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
+            self.cost,
+            num_blocks=self.sizes.blocks,
+        )
+        simulator.run(traffic, progress=False)
+        found = simulator.metrics
+        if found.refused or not traffic.ended:
+            return {}
+        run = PointRun(0.0, cut=found.end)
+        run.stop = min(traffic.stop, found.end)
+        each = zip(traffic.ended, found.ttft, found.e2e, found.tokens, strict=True)
+        for asked, ttft, e2e, tokens in each:
+            begin = asked.arrival
+            times = ResponseTimes(begin, begin + e2e, [begin + ttft, begin + e2e], tokens=tokens)
+            ramp = asked.turn is not None and asked.turn[1] == 0
+            run.sent.append(SentRequest(asked, times, ramp))
+        # between first and last token no times were noted
+        return point_figures(run, targets) | {"gap_ms_p99": float("nan")}
+
+
+# -- beside what was measured ----------------------------------------------------------------------
 
 
 def add_forecasts(found: SweepResults, path: Path | None, model: str, bounds: PointBounds) -> None:

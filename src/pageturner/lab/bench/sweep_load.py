@@ -19,18 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.errors import bad_setting
+from pageturner.config.flag_table import check_range
 from pageturner.lab.bench import bench_serve
 from pageturner.lab.bench.client import Client, ResponseTimes
 from pageturner.lab.reporting import summary
 from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
-from pageturner.lab.traffic.traffic_files import (
-    TraceScaling,
-    read_trace,
-    read_workload,
-    trace_requests,
-)
+from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.lab.traffic.traffic_generators import arrival_times, word_prompts
 
 AT_ONCE = 64  # random requests are made up in such groups
@@ -57,15 +52,8 @@ class SweepLoad:
 def load_from_flags(arguments: argparse.Namespace, context: int) -> SweepLoad:
     """The load of `traffic_flags.add_load_flags` and `add_trace_flags`. context: most tokens of a
     request, 0: unknown. EngineFault for flags that contradict each other."""
-    if arguments.trace and arguments.workload:
-        raise bad_setting("give --trace or --workload, not both")
-    if not arguments.trace and (arguments.oracle or arguments.length_scale != 1.0):
-        raise bad_setting("--length-scale and --oracle go with --trace")
-    for name in ("length_scale", "cap", "input_len", "output_len"):
-        if not getattr(arguments, name) > 0:
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}"
-            )
+    traffic_flags.check_load(arguments)
+    check_range(arguments, "above 0", "length_scale", "cap", "input_len", "output_len")
     if arguments.trace:
         return _trace(arguments, context)
     return _workload(arguments) if arguments.workload else _words(arguments)
@@ -100,33 +88,23 @@ def _workload(arguments: argparse.Namespace) -> SweepLoad:
 
 
 def _trace(arguments: argparse.Namespace, context: int) -> SweepLoad:
-    path, seed = arguments.trace, arguments.seed
-    rows = read_trace(path, arguments.num_prompts, sessions=False)
-    scaling = TraceScaling(
-        length=arguments.length_scale,
-        cap=arguments.cap,
-        context=arguments.max_model_len or context,
-        oracle=arguments.oracle,
-    )
-    requests = trace_requests(rows, scaling)
-    if not requests:
-        raise bad_setting(
-            f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap"
-        )
+    path = arguments.trace
+    seed = arguments.seed
+    found = traffic_flags.trace_from_flags(arguments, arguments.max_model_len or context)
+    scaling = found.scaling
     writer = traffic_flags.prompt_writer(arguments)
 
     def make(number: int) -> Iterator[TrafficRequest]:
         for lap in itertools.count():
             other = writer.seeded(_mixed(seed, number, lap))
-            for one in requests:
+            for one in found.requests:
                 yield from other.written([one])
 
     told = "ORACLE: servers are told every length" if scaling.oracle else "no oracle"
     return SweepLoad(
         make,
         f"lengths of {path.name} (sha256 {traffic_flags.file_digest(path)}), x {scaling.length:g}, cap"
-        f" {scaling.cap} ({told}), {len(requests)} requests in turn, {len(rows) - len(requests)} left out as"
-        f" longer than {scaling.context or 'unknown'}",
+        f" {scaling.cap} ({told}), {len(found.requests)} requests in turn, {found.left_out}",
     )
 
 

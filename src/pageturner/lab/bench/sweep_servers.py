@@ -21,8 +21,9 @@ from typing import Any
 
 import msgspec
 
-from pageturner.errors import EngineFault
-from pageturner.http.http_client import ConnectionLost, connect, parse_address, request_bytes
+from pageturner.errors import EngineFault, bad_setting
+from pageturner.http.http_client import ConnectionLost, parse_address
+from pageturner.lab.bench.client import get
 from pageturner.lab.bench.sweep import SweptServer
 
 KEY = "PAGETURNER_SWEEP_KEY_"  # environment variables that begin so hold the keys of servers
@@ -37,9 +38,9 @@ def named(words: Sequence[str], flag: str, what: str) -> dict[str, str]:
     for word in words:
         name, equals, rest = word.partition("=")
         if not equals or not name.strip() or not name.isprintable():
-            raise EngineFault("bad_setting", f"{flag} is given as NAME={what}, not {word!r}")
+            raise bad_setting(f"{flag} is given as NAME={what}, not {word!r}")
         if name in found:
-            raise EngineFault("bad_setting", f"{flag} has the name {name!r} twice")
+            raise bad_setting(f"{flag} has the name {name!r} twice")
         found[name] = rest
     return found
 
@@ -54,11 +55,16 @@ def key_variable(name: str) -> str:
     return KEY + re.sub(r"\W", "_", name).upper()
 
 
+def _page(server: SweptServer, path: str) -> tuple[int, bytes]:
+    address = parse_address(server.url, "--server")
+    return asyncio.run(get(address, path, key_of(server.name), ANSWER_SECONDS))
+
+
 def ask_models(server: SweptServer) -> None:
     """Note which model it serves and how long a request may be, if it says so and that is not known
     yet. EngineFault('no_answer') where nobody answers."""
     try:
-        status, body = asyncio.run(_get(server, "/v1/models"))
+        status, body = _page(server, "/v1/models")
     except ConnectionLost as error:
         raise EngineFault("no_answer", f"{server.url}: {error}") from error
     if status in (401, 403):
@@ -71,14 +77,6 @@ def ask_models(server: SweptServer) -> None:
         if not server.model:
             told = f"it does not say which model it serves (HTTP {status} for /v1/models)"
             raise EngineFault("no_answer", f"{told}: give --ask {server.name}=MODEL") from error
-
-
-async def _get(server: SweptServer, path: str) -> tuple[int, bytes]:
-    address, key = parse_address(server.url, "--server"), key_of(server.name)
-    headers = [(b"Authorization", f"Bearer {key}".encode())] if key else []
-    async with connect(address, ANSWER_SECONDS, ANSWER_SECONDS) as exchange:
-        await exchange.send(request_bytes(address, "GET", path, headers, b""))
-        return exchange.status, await exchange.read_rest()
 
 
 @contextmanager
@@ -122,7 +120,7 @@ def _address(server: SweptServer, process: subprocess.Popen[bytes], log: Path) -
         found = re.search(r"listening on (\S+?);", log.read_text(errors="replace"))
         if found:
             server.url = found[1]
-            if asyncio.run(_healthy(server)):
+            if _healthy(server):
                 return found[1]
         if process.poll() is not None:
             said = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
@@ -133,9 +131,10 @@ def _address(server: SweptServer, process: subprocess.Popen[bytes], log: Path) -
     )
 
 
-async def _healthy(server: SweptServer) -> bool:
+def _healthy(server: SweptServer) -> bool:
     try:
-        return (await _get(server, "/health"))[0] == 200
+        status, _ = _page(server, "/health")
+        return status == 200
     except ConnectionLost:
         return False
 

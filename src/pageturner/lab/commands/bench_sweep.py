@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import shlex
 import signal
 import sys
 import time
@@ -19,11 +18,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageturner.config.flag_table import add_flags
+from pageturner.config.flag_table import add_flags, check_range
 from pageturner.engine import machine
 from pageturner.errors import EngineFault, bad_setting
+from pageturner.lab.commands.flag_values import command_again, numbers
+from pageturner.lab.reporting.output import write_figures, write_text, writing
 from pageturner.lab.traffic import traffic_flags
-from pageturner.private_files import write_private
 
 if TYPE_CHECKING:
     from pageturner.lab.bench.sweep import LoadSweep, SweepResults, SweptServer
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.bench.sweep import SweepResults
     from pageturner.lab.bench.sweep_forecast import add_forecasts
     from pageturner.lab.bench.sweep_load import PointBounds
-    from pageturner.lab.reporting import summary, sweep_page
+    from pageturner.lab.reporting import sweep_page
 
     _check(arguments)
     servers, sweeps = _servers(arguments), _sweeps(arguments)
@@ -85,8 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
     bounds = PointBounds(arguments.seconds, arguments.requests)
 
     def write() -> None:
-        summary.write_json(_json_path(arguments), found.as_json())
-        write_private(arguments.output, [sweep_page.page(found).encode()])
+        write_figures(_json_path(arguments), found.as_json())
+        write_text(arguments.output, sweep_page.page(found))
 
     try:
         write()  # what took long to measure is there before anything is simulated
@@ -96,8 +96,6 @@ def main(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             found.interrupted = True
         write()
-    except OSError as error:
-        raise EngineFault("output", f"cannot write {error.filename}: {error.strerror}") from error
     finally:
         _show(found)
     stopped = "interrupted; what was measured until then: " if found.interrupted else ""
@@ -106,16 +104,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("seconds", "total_seconds", "rounds", "max_concurrency"):
-        if not 0 < getattr(arguments, name) < math.inf:
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}"
-            )
-    for name in ("requests", "num_prompts"):
-        if getattr(arguments, name) < 0:
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
-            )
+    check_range(arguments, "more than 0", "seconds", "total_seconds", "rounds", "max_concurrency")
+    check_range(arguments, "0 or more", "requests", "num_prompts")
     if _json_path(arguments) == arguments.output:
         raise bad_setting(
             "--output is the page, and the figures would have its name: end it with .html"
@@ -176,13 +166,7 @@ def _values(flag: str, text: str) -> list[float] | None:
     """The numbers, ascending; None for auto."""
     if text == "auto":
         return None
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise bad_setting(f"{flag} is numbers with commas, or auto, not {text!r}") from None
-    if not all(0 < value < math.inf for value in values):
-        raise bad_setting(f"{flag} is more than 0, not {text}")
-    return sorted(set(values))
+    return sorted(set(numbers(flag, text, "numbers with commas, or auto")))
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -367,26 +351,8 @@ def _about(
         "machine": f"{before.cpu}, {cores} cores; load {before.load:.1f} before",
         "load": f"{found.about.get('load', '')}; {arguments.endpoint}; {runs} at each point",
         "date": f"{date}, took {time.time() - begun:,.0f} s",
-        "again": _command(arguments),
+        "again": command_again("bench sweep", add_arguments, arguments),
     }
-
-
-def _command(arguments: argparse.Namespace) -> str:
-    """Return the command that runs the same sweep again: the arguments that are not the default."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    words = ["pageturner", "bench", "sweep"]
-    for name, value in vars(arguments).items():
-        flag = f"--{name.replace('_', '-')}"
-        if value == parser.get_default(name):
-            continue
-        if name == "goodput":
-            words += [flag, *value]
-        elif isinstance(value, list):
-            words += [f"{flag}={one}" for one in value]
-        else:
-            words += [flag] if value is True else [flag, str(value)]
-    return shlex.join(words)
 
 
 def _show(found: SweepResults) -> None:
@@ -418,14 +384,12 @@ def _json_path(arguments: argparse.Namespace) -> Path:
 def _make(path: Path) -> None:
     """The folder of a file, before anything is measured; EngineFault if it could not be written
     then."""
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         path.open("a").close()
         if new:
             path.unlink()
-    except OSError as error:
-        raise EngineFault("output", f"cannot write {path}: {error.strerror}") from error
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,6 @@ of the lab is imported when it is asked for.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import tempfile
 import threading
@@ -21,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.config import settings as configuration
-from pageturner.config.flag_table import add_flags
+from pageturner.config.flag_table import add_flags, check_range
 from pageturner.engine import machine
-from pageturner.errors import EngineFault, bad_setting
+from pageturner.errors import bad_setting
 from pageturner.interrupt import leaving_at_once
-from pageturner.private_files import write_private
+from pageturner.lab.commands.flag_values import command_again, names
+from pageturner.lab.reporting.output import make_folder, write_figures, write_text
 from pageturner.progress import Still
 
 if TYPE_CHECKING:
@@ -67,16 +67,14 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.compare import comparison
     from pageturner.lab.compare.comparison_results import About, Disturbance, find
     from pageturner.lab.compare.simulated_comparison import Circumstances
-    from pageturner.lab.reporting import comparison_page, summary
+    from pageturner.lab.reporting import comparison_page
 
     _check(arguments)
     if arguments.output.suffix == ".json":
-        raise EngineFault(
-            "bad_setting", "--output is the page; the figures go beside it as .json: use .html"
-        )
-    each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))
+        raise bad_setting("--output is the page; the figures go beside it as .json: use .html")
+    each = comparison.contenders(names(arguments.policies), names(arguments.orders))
     traffic, workload = _traffic(arguments)
-    _make(arguments.output.parent)  # now, and not after all the runs
+    make_folder(arguments.output.parent)  # now, and not after all the runs
     with Still(lambda: f"loading {arguments.model}, and its first steps"):
         bench, encode = _engine(arguments, traffic)
     context = bench.built.max_model_len
@@ -87,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(leaving_at_once([] if arguments.logs else [folder]))
-        _make(folder)
+        make_folder(folder)
         rounds = arguments.rounds or (1 if arguments.simulate else 0)
         runs = comparison.run_contenders(bench, each, requests, rounds, folder)
     disturbance, own = Disturbance(*meter.read()), time.process_time() - begin[1]
@@ -98,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
     about = About(
         workload=f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
         engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint, runs),
-        command=_command(arguments),
+        command=command_again("compare", add_arguments, arguments, "model"),
         machine=_machine(disturbance),
         real=arguments.simulate is None,
         rounds=0,
@@ -109,12 +107,9 @@ def main(arguments: argparse.Namespace) -> int:
         cpu_seconds=time.process_time() - begin[1],
     )
     found = find(runs, requests, about, reckoned, _texts(arguments, bench.config, requests, runs))
-    _write(arguments.output, comparison_page.page(found))
+    write_text(arguments.output, comparison_page.page(found))
     figures = arguments.output.with_suffix(".json")
-    try:
-        summary.write_json(figures, found.as_json())
-    except OSError as error:
-        raise _unwritable(figures, error) from error
+    write_figures(figures, found.as_json())
     if arguments.pictures:
         write_pictures(arguments.pictures, found)
     print(comparison_page.terminal(found))
@@ -135,25 +130,16 @@ def _reckoned(
 
     each = list(runs)
     if arguments.simulate:
-        return simulated_comparison.stalls_only(
-            bench,
-            each,
-            load_calibration(arguments.simulate),
-            f"step times of {arguments.simulate.name}",
-        )
+        cost = load_calibration(arguments.simulate)  # the requests themselves are simulated anyway
+        return simulated_comparison.reckon(bench, each, [], cost, _times(arguments))
     found = simulated_comparison.costs_of(
         bench, [run for mine in runs.values() for run in mine], about
     )
     if found is None:
         return None
     known, words = found
-    return simulated_comparison.reckon(
-        simulated_comparison.standing_for(bench, known.cost, known.limits()),
-        each,
-        requests,
-        known.cost,
-        words,
-    )
+    stands = simulated_comparison.standing_for(bench, known.cost, known.limits())
+    return simulated_comparison.reckon(stands, each, requests, known.cost, words)
 
 
 def _texts(
@@ -178,7 +164,7 @@ def write_pictures(folder: Path, found: ComparisonResults) -> None:
     from pageturner.lab.reporting import charts, comparison_page
     from pageturner.lab.reporting import comparison_pictures as pictures
 
-    _make(folder)
+    make_folder(folder)
     drawn = {
         "gantt": pictures.gantt(found),
         "batch": pictures.over_time("batch", found),
@@ -187,21 +173,17 @@ def write_pictures(folder: Path, found: ComparisonResults) -> None:
     if found.tenants:
         drawn["service"] = pictures.services(found)
     for name, svg in drawn.items():
-        _write(folder / f"{name}.svg", charts.standalone(svg))
+        write_text(folder / f"{name}.svg", charts.standalone(svg))
     about, verdicts = found.about, ""
     for claim in found.claims:
         why = f" ({claim.why})" if claim.why else ""
         verdicts += f"{claim.verdict}: {claim.text}: {claim.measured}{why}\n"
     head = f"{about.command}\n{about.workload}\n{about.engine}\n{about.machine}; {about.when}; runs of each: "
     told = comparison_page.terminal(found, every=True)
-    _write(folder / "figures.txt", f"{head}{about.rounds}\n\n{told}\n\n{verdicts}")
+    write_text(folder / "figures.txt", f"{head}{about.rounds}\n\n{told}\n\n{verdicts}")
 
 
 # -- what is asked ---------------------------------------------------------------------------------
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -209,16 +191,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise bad_setting("give --trace or --workload, not both")
     if arguments.length_scale != 1.0 and not arguments.trace:
         raise bad_setting("--length-scale goes with --trace")
-    for name in ("rate_scale", "length_scale", "cap", "ttft_ms", "tpot_ms"):
-        if not 0 < getattr(arguments, name) < float("inf"):
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}"
-            )
-    for name in ("rate", "num_prompts", "rounds"):
-        if not 0 <= getattr(arguments, name) < float("inf"):
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
-            )
+    check_range(arguments, "more than 0", "rate_scale", "length_scale", "cap", "ttft_ms", "tpot_ms")
+    check_range(arguments, "0 or more", "rate", "num_prompts", "rounds")
 
 
 def _engine(
@@ -337,42 +311,3 @@ def _machine(disturbance: Disturbance) -> str:
         f"{here.cpu}, {len(here.usable)} cores, load {here.load:.1f} at the end; other programs took"
         f" {disturbance.others:.0%} of their time, other machines {disturbance.stolen:.0%}"
     )
-
-
-def _command(arguments: argparse.Namespace) -> str:
-    """Return the command that gets the same comparison again: the arguments that are not the
-    default."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    words = ["pageturner", "compare", arguments.model]
-    plain: dict[str, Any] = {
-        name: value
-        for name, value in vars(arguments).items()
-        if "." not in name and name != "model" and value != parser.get_default(name)
-    }
-    for name, value in {**plain, **configuration.from_flags(arguments)["engine"]}.items():
-        flag = name.replace("_", "-")
-        words += (
-            [f"--{flag}" if value else f"--no-{flag}"]
-            if isinstance(value, bool)
-            else [f"--{flag}", str(value)]
-        )
-    return shlex.join(words)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_private(path, [text.encode()])
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> EngineFault:
-    return EngineFault("output", f"cannot write {path}: {error.strerror}")

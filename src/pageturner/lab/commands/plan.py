@@ -20,6 +20,7 @@ from pageturner.config.setting_values import parse_size
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
+from pageturner.lab.reporting.output import write_figures
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes
@@ -41,6 +42,7 @@ SETTINGS = (
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # 3/4 of a power of two: rounding up costs its average
 PROMPT_LENGTHS = (512, 2048, 8192, 32768)  # tokens, of prompts in a cluster
 BAR, WIDTH = 40, 100  # characters
+MODEL_FACTS = ("name", "arch", "context", "attention", "heads", "why_not")
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
 
 
@@ -57,8 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments, config)
     print(plan.render())
     if arguments.output:
-        simulated_engines.write_output(arguments.output, plan.data())
-    return 1 if _too_large(plan.model, plan.memory) else 0
+        write_figures(arguments.output, plan.data())
+    return int((plan.model.weights or 0) >= plan.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +117,8 @@ class ModelPlan:
             "bytes_per_state": storage.state_bytes if storage else 0,
         }
         return {
-            "model": {
-                "name": model.name,
-                "arch": model.arch,
-                "source": str(self.source),
-                "context": model.context,
-                "attention": model.attention,
-                "heads": model.heads,
-                "why_not": model.why_not,
-                "layers": [asdict(kind) for kind in model.kv],
-            },
+            "model": {name: getattr(model, name) for name in MODEL_FACTS}
+            | {"source": str(self.source), "layers": [asdict(kind) for kind in model.kv]},
             "weights": {"bytes": model.weights, "from": model.weights_from},
             "adapters": {"bytes": self.adapters},
             "kv": kv,
@@ -261,19 +255,16 @@ def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline
     return replace(found, weights=known, weights_from="--weights-bytes")
 
 
-def _too_large(model: Outline, memory: int) -> bool:
-    return model.weights is not None and model.weights >= memory
-
-
 def _notes(model: Outline, memory: int) -> list[str]:
     notes = []
     if model.why_not:
         notes.append(f"this engine does not run the model: {model.why_not}")
     if model.assumed:
         notes.append(model.assumed)
-    if model.weights is not None and _too_large(model, memory):
+    weights = model.weights or 0
+    if weights >= memory:
         notes.append(
-            f"nothing fits: the weights alone take {_size(model.weights)} and there are"
+            f"nothing fits: the weights alone take {_size(weights)} and there are"
             f" {_size(memory)}; ask about a larger machine with --memory or --gpu"
         )
     return notes
@@ -290,9 +281,8 @@ def _lengths(text: str | None) -> list[int]:
     """The lengths that were asked for; none: the usual ones."""
     if text is None:
         return []
-    return list(
-        dict.fromkeys(_number(part.strip(), "each of --lengths", 1) for part in text.split(","))
-    )
+    each = (_number(part.strip(), "each of --lengths", 1) for part in text.split(","))
+    return list(dict.fromkeys(each))
 
 
 def _longest(model: Outline, config: EngineConfig) -> int:
@@ -352,42 +342,30 @@ def _facts(plan: ModelPlan) -> str:
     kv_heads = "/".join(dict.fromkeys(str(kind.heads) for kind in model.kv))
     heads = f"{model.heads} heads, {kv_heads} with KV, " if model.attention != "MLA" else ""
     dims = "/".join(dict.fromkeys(f"{kind.key_dim}" for kind in model.kv))
-    rows = [
-        ("model", f"{model.name} ({model.arch})"),
-        ("file", str(plan.source)),
-        (
-            "attention",
-            f"{model.attention}: {model.layers} layers, {heads}of {dims} values"
-            + (f"; {windows}" if windows else ""),
-        ),
-        ("weights", f"{_size(model.weights or 0)}: {model.weights_from}"),
-        *(
-            [("adapters", f"{_size(plan.adapters)}: those in memory at once")]
-            if plan.adapters
-            else []
-        ),
-        ("KV, one token", f"{_size(token)} ({planner.dtype})"),
-        ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
-        *([("one state", f"{_size(storage.state_bytes)}, of recurrent layers")] if storage else []),
-        *([("states", _states(sizes))] if sizes and sizes.states else []),
-        (
-            "one sequence",
-            f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens",
-        ),
-        (
-            "memory",
-            f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV",
-        ),
-        *([("each rank", _rank(plan))] if plan.gpus > 1 else []),
-        *([("reading", _reading(plan))] if plan.gpu else []),
-    ]
-    return "\n".join(f"{name:14} {text}" for name, text in rows)
+    seen = f"; {windows}" if windows else ""
+    states = ""
+    if sizes and sizes.states:
+        from pageturner.lab.planning.kv_planner import states_in_words
 
-
-def _states(sizes: KVSizes) -> str:
-    from pageturner.lab.planning.kv_planner import states_in_words
-
-    return states_in_words(sizes)
+        states = states_in_words(sizes)
+    one = _size(planner.sequence_bytes(planner.longest))
+    room = _size(planner.memory)
+    rows = {
+        "model": f"{model.name} ({model.arch})",
+        "file": str(plan.source),
+        "attention": f"{model.attention}: {model.layers} layers, {heads}of {dims} values{seen}",
+        "weights": f"{_size(model.weights or 0)}: {model.weights_from}",
+        "adapters": f"{_size(plan.adapters)}: those in memory at once" if plan.adapters else "",
+        "KV, one token": f"{_size(token)} ({planner.dtype})",
+        "one block": f"{_size(token * planner.block_size)}: {planner.block_size} tokens",
+        "one state": f"{_size(storage.state_bytes)}, of recurrent layers" if storage else "",
+        "states": states,
+        "one sequence": f"{one}: {planner.longest:,} tokens",
+        "memory": f"{_size(plan.memory)} ({plan.memory_from}), {room} of it for KV",
+        "each rank": _rank(plan) if plan.gpus > 1 else "",
+        "reading": _reading(plan) if plan.gpu else "",
+    }
+    return "\n".join(f"{name:14} {text}" for name, text in rows.items() if text)
 
 
 def _rank(plan: ModelPlan) -> str:

@@ -67,9 +67,7 @@ def given_answers(text: str) -> dict[int, GivenAnswer]:
     """The answers in a text, by choice: a whole answer as JSON, or the text of the only one. A
     receipt alone has none."""
     value = _json(text)
-    if not isinstance(value, dict):
-        return {0: GivenAnswer(_before_filing(text))}
-    choices = value.get("choices")
+    choices = value.get("choices") if isinstance(value, dict) else None
     if not isinstance(choices, list):
         return {0: GivenAnswer(_before_filing(text))}
     found = {}

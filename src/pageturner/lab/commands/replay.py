@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from pageturner.config.flag_table import add_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     found = recorded_runs.read_runs(arguments.log)
     if not 0 <= arguments.run <= len(found):
-        raise EngineFault(
-            "bad_setting", f"the log holds {len(found)} runs: --run is 1 to {len(found)}"
-        )
+        raise bad_setting(f"the log holds {len(found)} runs: --run is 1 to {len(found)}")
     run = found[arguments.run - 1] if arguments.run else recorded_runs.last_run(arguments.log)
     plans = log_replay.replay_plans(run)
     print(f"plans: {plans.compared:,} of {plans.tokens:,} tokens; {_verdict(plans.differences)}")

@@ -20,7 +20,9 @@ from pageturner.config.flag_table import add_flags, check_range
 from pageturner.config.settings import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
+from pageturner.lab.commands.flag_values import names, numbers
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
+from pageturner.lab.reporting.output import write_figures
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.capacity_search import Asker, Option
@@ -50,9 +52,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Simulate and print."""
     made = make_scenarios(arguments)
     prices = read_prices(arguments.price_per_gpu_hour, [one.kind for one in made.options])
-    policies = [name for name in arguments.policies.split(",") if name]
+    policies = names(arguments.policies)
     runs, faults, notes = [], [], made.notes
-    wanted, kinds = rates(arguments.rate_scale), dict.fromkeys(one.kind for one in made.options)
+    wanted, kinds = (
+        numbers("--rate-scale", arguments.rate_scale),
+        dict.fromkeys(one.kind for one in made.options),
+    )
     for policy in policies or [made.options[0].scenario.config.policy]:
         for kind, rate in itertools.product(kinds, wanted):
             options = [_with_policy(one, policy) for one in made.options if one.kind == kind]
@@ -78,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     print(render(runs, notes, search=arguments.search))
     if arguments.output:
-        simulated_engines.write_output(arguments.output, {"runs": runs, "notes": notes})
+        write_figures(arguments.output, {"runs": runs, "notes": notes})
     return 0
 
 
@@ -201,22 +206,22 @@ def _engines(
     from pageturner.lab.simulation.roofline import gpu_named
 
     kinds = [gpu_named(name).name for name in arguments.gpu.split(",")]
-    counts = numbers("gpus", arguments.gpus or (SEARCHED_GPUS if arguments.search else "1"))
+    counts = gpu_counts(arguments.gpus or (SEARCHED_GPUS if arguments.search else "1"))
     if not arguments.search and len(kinds) * len(counts) > 1:
         raise bad_setting("several kinds or numbers of GPUs are compared with --search")
     return simulated_engines.engines_that_fit(arguments, flags, kinds, counts)
 
 
-def numbers(name: str, text: str) -> list[int]:
-    """The whole numbers of a flag with commas, the least first."""
+def gpu_counts(text: str) -> list[int]:
+    """The whole numbers of --gpus, the least first."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise bad_setting(
-            f"--{name} is a whole number, or several with commas, not {text!r}"
+            f"--gpus is a whole number, or several with commas, not {text!r}"
         ) from None
     if found[0] < 1:
-        raise bad_setting(f"--{name} is 1 or more, not {found[0]}")
+        raise bad_setting(f"--gpus is 1 or more, not {found[0]}")
     return found
 
 
@@ -244,17 +249,12 @@ def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
     """Add the prices of an hour and of a million tokens of answers, all GPUs paid from the first
     request to the last answer; of replicas that come and go those that are there or start."""
     if (price := prices.get(run["gpu"])) is not None:
-        run["price_per_hour"] = hourly = price * _gpus_paid(run)
+        replicas = run.get("turnover", {}).get("replicas_mean", run["replicas"])
+        run["price_per_hour"] = hourly = price * (replicas * run["gpus_per_replica"])
         millions = run["output_tokens"] / 1e6
         run["price_per_million"] = (
             hourly * run["seconds"] / 3600 / millions if millions else float("nan")
         )
-
-
-def _gpus_paid(run: dict[str, Any]) -> float:
-    """The mean number of GPUs from the first request to the last answer."""
-    mean = float(run.get("turnover", {}).get("replicas_mean", run["replicas"]))
-    return mean * float(run["gpus_per_replica"])
 
 
 def _cost_of(run: dict[str, Any]) -> tuple[float, float, int, float]:
@@ -292,50 +292,20 @@ def check(arguments: argparse.Namespace) -> None:
         raise bad_setting(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
 
 
-def rates(text: str) -> list[float]:
-    """The numbers of --rate-scale."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise bad_setting(
-            f"--rate-scale is a number, or several with commas, not {text!r}"
-        ) from None
-    if not all(0 < rate < float("inf") for rate in found):
-        raise bad_setting(f"--rate-scale is more than 0, not {text}")
-    return found
-
-
 # -- what is shown ---------------------------------------------------------------------------------
 
 
 def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str:
     """A row for each run, and what it rests on."""
-    from pageturner.lab.reporting.summary import table
+    from pageturner.lab.reporting.summary import COLUMNS, table
 
-    head = (
-        "policy",
-        "order",
-        "replicas",
-        "rate x",
-        "answered",
-        "refused",
-        "tokens/s",
-        "goodput/s",
-        "within",
-        "TTFT p50",
-        "p99 ms",
-        "TPOT p50",
-        "p99 ms",
-        "gap p99",
-        "e2e p50",
-        "p99 s",
-        "KV",
-        "busy",
-        "cached",
-    )
-    rows = [_row(run) for run in runs]
+    columns = COLUMNS["simulate"]
+    rows = []
+    for run in runs:
+        figures = run | {"answered": run["requests"] - run["refused"]}
+        rows.append([column.form.format(column.of(figures)) for column in columns])
     lines = [
-        table(rows, head),
+        table(rows, [column.head for column in columns]),
         *(simulated_engines.turnover_in_words(run) for run in runs if "turnover" in run),
     ]
     if not search:
@@ -372,28 +342,3 @@ def _money(run: dict[str, Any]) -> str:
     if "price_per_hour" not in run:
         return ""
     return f": {run['price_per_hour']:,.2f} an hour, {run['price_per_million']:,.2f} a million tokens of answers"
-
-
-def _row(run: dict[str, Any]) -> list[object]:
-    engines, ttft, tpot = run["engines"], run["ttft_ms"], run["tpot_ms"]
-    return [
-        run["policy"],
-        run["order"],
-        run["replicas"],
-        f"{run['rate']:g}",
-        run["requests"] - run["refused"],
-        run["refused"],
-        f"{run['output_tokens_per_s']:,.0f}",
-        run["goodput_per_s"],
-        f"{run['goodput_share']:.1%}",
-        f"{ttft['p50']:,.0f}",
-        f"{ttft['p99']:,.0f}",
-        f"{tpot['p50']:.1f}",
-        f"{tpot['p99']:.1f}",
-        f"{run['longest_gap_ms']['p99']:,.0f}",
-        run["e2e_s"]["p50"],
-        run["e2e_s"]["p99"],
-        f"{engines['kv_used']:.0%}",
-        f"{engines['busy']:.0%}",
-        f"{engines['cached_share']:.0%}",
-    ]

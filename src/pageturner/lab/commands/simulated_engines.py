@@ -66,16 +66,6 @@ def hot_adapters(folders: list[Path], config: EngineConfig) -> list[int]:
     return sorted(map(adapter_bytes, folders), reverse=True)[: config.max_loras]
 
 
-def write_output(path: Path, found: dict[str, Any]) -> None:
-    """Write the figures of a command as JSON. EngineFault('output')."""
-    from pageturner.lab.reporting.summary import write_json
-
-    try:
-        write_json(path, found)
-    except OSError as error:
-        raise EngineFault("output", f"cannot write {path}: {error.strerror}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
     """One replica. longest: sequence in tokens; notes: what its step times rest on."""

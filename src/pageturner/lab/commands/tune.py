@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from pageturner.config import settings as configuration
 from pageturner.config.flag_table import add_flags
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault, bad_setting
+from pageturner.errors import bad_setting
 from pageturner.lab.commands import simulate
+from pageturner.lab.commands.flag_values import names, numbers
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
-from pageturner.private_files import write_private
+from pageturner.lab.reporting.output import write_figures, write_text
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.settings_search import Trial
@@ -46,11 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Search, measure, print, write."""
     from pageturner.lab.planning import settings_search
-    from pageturner.lab.reporting.summary import write_json
 
     _check(arguments)
     space = settings_search.SearchSpace(
-        tuple(_names(arguments.policies)), tuple(_names(arguments.orders))
+        tuple(names(arguments.policies)), tuple(names(arguments.orders))
     )
     scenario, notes = _scenario(arguments)
     base = _base(scenario, arguments)
@@ -73,20 +73,10 @@ def main(arguments: argparse.Namespace) -> int:
         notes.append(f"measured: the first {load.total:,} requests, in real time, on this machine")
     written = best.candidate.settings(base)
     print(render(shown, best, start, notes, len(trials)))
-    try:
-        tuned = as_toml(written, f"tuned: {len(trials)} settings simulated")
-        write_private(arguments.write, [tuned.encode()])
-        if arguments.output:
-            write_json(
-                arguments.output,
-                {
-                    "trials": [asdict(one) for one in trials],
-                    "notes": notes,
-                    "best": asdict(best.candidate),
-                },
-            )
-    except OSError as error:
-        raise EngineFault("output", f"cannot write {error.filename}: {error.strerror}") from error
+    write_text(arguments.write, as_toml(written, f"tuned: {len(trials)} settings simulated"))
+    if arguments.output:
+        figures = {"trials": [asdict(one) for one in trials], "notes": notes}
+        write_figures(arguments.output, figures | {"best": asdict(best.candidate)})
     print(f"written to {arguments.write}: pageturner serve --config {arguments.write}")
     return 0
 
@@ -114,7 +104,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """The scenario as for simulate; where nothing says how long a step takes, that is measured
     first."""
-    rates = simulate.rates(arguments.rate_scale)
+    rates = numbers("--rate-scale", arguments.rate_scale)
     if len(rates) != 1:
         raise bad_setting("--rate-scale is one number here")
     if arguments.gpu or arguments.log or arguments.calibration:
@@ -163,26 +153,19 @@ def as_toml(config: EngineConfig, about: str) -> str:
 
 def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], tried: int) -> str:
     """A row for each that was shown: simulated, then measured if it was."""
-    from pageturner.lab.reporting.summary import table
+    from pageturner.lab.reporting.summary import COLUMNS, table
 
-    head = [
-        "policy",
-        "order",
-        "tokens",
-        "seqs",
-        "block",
-        "within",
-        "goodput/s",
-        "TTFT p99",
-        "TPOT p99",
-    ]
+    columns = COLUMNS["tune"]
+    settings = ["policy", "order", "tokens", "seqs", "block"]
+    head = settings + [column.head for column in columns]
 
     def rows(figures: Callable[[Trial], dict[str, Any]]) -> list[list[object]]:
         found: list[list[object]] = []
         for one in shown:
             name = ("* " if one is best else "  ") + one.candidate.policy
             name += " (as given)" if one is start else ""
-            found.append([name, *list(asdict(one.candidate).values())[1:], *_figures(figures(one))])
+            cells = [column.form.format(column.of(figures(one))) for column in columns]
+            found.append([name, *list(asdict(one.candidate).values())[1:], *cells])
         return found
 
     lines = [
@@ -197,16 +180,3 @@ def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], trie
         ]
     wrapped = (textwrap.fill(f"note: {note}", 100, subsequent_indent="      ") for note in notes)
     return "\n".join([*lines, *wrapped])
-
-
-def _figures(found: dict[str, Any]) -> list[object]:
-    return [
-        f"{found['goodput_share']:.1%}",
-        found["goodput_per_s"],
-        f"{found['ttft_ms']['p99']:,.0f}",
-        f"{found['tpot_ms']['p99']:.1f}",
-    ]
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pageturner.config import settings as configuration
 from pageturner.config.flag_table import add_flags
 from pageturner.engine.fingerprint import settings_of
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, EngineFault, bad_setting
 from pageturner.formats import hub
 from pageturner.formats.model_hash import model_hash
 from pageturner.lab.commands.receipt_prompts import GivenAnswer, given_answers, given_prompts
@@ -179,7 +179,7 @@ def _model(receipt: Receipt, given: str | None) -> str:
         given is None and receipt.model not in hub.ALIASES
     ):  # a receipt may not choose what is fetched
         message = f"say where the model is that the receipt calls {receipt.model[:80]!r}: --model"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     return given or receipt.model
 
 
@@ -256,7 +256,7 @@ def read(path: str) -> str:
             return raw.decode("utf-16")
         return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise EngineFault("bad_setting", f"cannot read {path}: {error}") from error
+        raise bad_setting(f"cannot read {path}: {error}") from error
 
 
 def _given(value: str | None) -> str | None:

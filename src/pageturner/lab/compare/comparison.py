@@ -21,7 +21,7 @@ import msgspec
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.engine.fake import FakeExecutor
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.lab.bench.engine_bench import EngineBench, SimulatedClock, drive
@@ -67,12 +67,10 @@ def contenders(policies: list[str], orders: list[str]) -> list[Contender]:
     known = {"policy": (policies, [*POLICIES, UNBATCHED]), "order": (orders, list(ORDERS))}
     for kind, (names, there) in known.items():
         if not names:
-            raise EngineFault("bad_setting", f"name at least one {kind}: {', '.join(there)}")
+            raise bad_setting(f"name at least one {kind}: {', '.join(there)}")
         for name in names:
             if name not in there:
-                raise EngineFault(
-                    "bad_setting", f"unknown {kind} {name!r}: one of {', '.join(there)}"
-                )
+                raise bad_setting(f"unknown {kind} {name!r}: one of {', '.join(there)}")
     return list(dict.fromkeys(Contender(policy, order) for policy in policies for order in orders))
 
 

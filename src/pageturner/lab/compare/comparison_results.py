@@ -158,9 +158,10 @@ class ComparisonResults:
     def advice(self) -> list[Advice]:
         """Return which policy to choose for which wish, judged by figures without noise where there
         are any."""
-        measured = {c.name: Known(c.policy, c.each) for c in self.contests}
-        reckoned = {c.name: Known(c.policy, c.each) for c in self.reckoned}
-        stalls = {c.name: Known(c.policy, c.each) for c in self.stalls}
+        measured, reckoned, stalls = (
+            {c.name: Known(c.policy, c.each) for c in contests}
+            for contests in (self.contests, self.reckoned, self.stalls)
+        )
         if self.disturbed:
             return advise(reckoned, reckoned, stalls, 0.0) if reckoned else []
         return advise(measured, reckoned, stalls, self.chance)

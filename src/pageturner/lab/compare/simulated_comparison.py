@@ -116,14 +116,6 @@ def reckon(
     return Reckoned(_run(bench, each, requests), stalls, _run(bench, each, stalls), words)
 
 
-def stalls_only(
-    bench: EngineBench, each: Sequence[Contender], cost: StepCost, words: str
-) -> Reckoned:
-    """Run only the requests among long prompts, for a comparison that is simulated anyway."""
-    stalls = stall_requests(cost, bench.built.max_model_len)
-    return Reckoned({}, stalls, _run(bench, each, stalls), words)
-
-
 def _run(
     bench: EngineBench, each: Sequence[Contender], requests: list[Request]
 ) -> dict[Contender, RecordedRun]:

@@ -12,10 +12,15 @@ there is no winner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import msgspec
+
+from pageturner.lab.reporting.summary import figure_at
 
 ALIKE = 0.05  # two figures that differ by no more than this share are told as one
 BY_CHANCE = 0.1  # the same of a single run, whose spread nobody knows
@@ -32,8 +37,7 @@ class Known:
     rounds: Sequence[Figures]
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(msgspec.Struct, frozen=True):
     """A wish that somebody may have, the figure that tells, how the number is written and the words
     around it.
 
@@ -43,7 +47,7 @@ class Recommendation:
     """
 
     want: str
-    of: Callable[[Figures], float]
+    path: str
     number: str
     words: str
     sign: int = 1
@@ -56,46 +60,8 @@ class Recommendation:
         return self.words.format(" to ".join(ends))
 
 
-def _unfair(figures: Figures) -> float:
-    return float(figures["tenants"]["difference"]) if "tenants" in figures else float("nan")
-
-
-RECOMMENDATIONS = (
-    Recommendation(
-        "most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f}", "{} tokens/s", -1
-    ),
-    Recommendation(
-        "most answers within the targets", lambda f: f["goodput_per_s"], "{:.2f}", "{} a second", -1
-    ),
-    Recommendation(
-        "earliest first token", lambda f: f["ttft_ms"]["mean"], "{:,.0f}", "mean TTFT {} ms"
-    ),
-    Recommendation(
-        "steadiest stream while others are let in",
-        lambda f: f["itl_ms"]["max"],
-        "{:,.0f}",
-        "longest gap {} ms",
-        without=("static", "window", "unbatched"),
-        stalling=True,
-    ),
-    Recommendation(
-        "earliest end of the slowest",
-        lambda f: f["e2e_s"]["p99"],
-        "{:.1f}",
-        "p99 of end-to-end {} s",
-    ),
-    Recommendation(
-        "short answers early",
-        lambda f: f["short_e2e_s"],
-        "{:.1f}",
-        "the shortest quarter after {} s",
-    ),
-    Recommendation(
-        "a fair share for each tenant",
-        _unfair,
-        "{:,.0f}",
-        "{} tokens between two who wait, at most",
-    ),
+RECOMMENDATIONS = msgspec.json.decode(
+    Path(__file__).with_name("wishes.json").read_bytes(), type=list[Recommendation]
 )
 
 
@@ -118,7 +84,10 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranking:
+class Ranking:
+    """The contenders by one figure: all values of each, the best, and those tied with it, the
+    default first."""
+
     best: str
     tied: tuple[str, ...]
     values: dict[str, list[float]]
@@ -144,29 +113,40 @@ def advise(
     found = []
     for one in RECOMMENDATIONS:
         firm = stalls if one.stalling and stalls else reckoned
-        own = _rank(one, firm or measured, 0.0 if firm else chance)
+        own = _ranked(one, firm or measured, 0.0 if firm else chance)
         if own is None:
             continue
-        beside = _rank(one, measured, chance) if chance and firm else None
+        beside = _ranked(one, measured, chance) if chance and firm else None
         agrees = beside is None or bool({*own.tied} & {*beside.tied})
-        told = _told(one, own)
-        found.append(Advice(*told, _measured(one, beside) if beside else "", agrees))
+        choose, figure, behind = _told(one, own)
+        said = _measured(one, beside) if beside else ""
+        found.append(Advice(one.want, choose, figure, behind, said, agrees))
     return found
 
 
-def _rank(one: Recommendation, known: Mapping[str, Known], chance: float) -> _Ranking | None:
-    """The contender that does it best, and those tied with it."""
+def _ranked(one: Recommendation, known: Mapping[str, Known], chance: float) -> Ranking | None:
+    each = {name: about.rounds for name, about in known.items() if about.policy not in one.without}
+    return rank(each, one.path, one.sign, chance)
+
+
+def rank(
+    each: Mapping[str, Sequence[Figures]], path: str, sign: int, chance: float
+) -> Ranking | None:
+    """Rank contenders by a figure of their rounds; None where none of them has it. sign: 1 where
+    less is better."""
     values = {
-        name: [one.of(figures) for figures in about.rounds]
-        for name, about in known.items()
-        if about.policy not in one.without
+        name: [figure_at(figures, path) for figures in rounds] for name, rounds in each.items()
     }
-    values = {name: each for name, each in values.items() if all(value == value for value in each)}
+    values = {name: mine for name, mine in values.items() if all(value == value for value in mine)}
     if not values:
         return None
-    best = min(values, key=lambda name: one.sign * median(values[name]))
+    best = min(values, key=lambda name: sign * median(values[name]))
     tied = [name for name in values if alike(values[name], values[best], chance)]
-    return _Ranking(best, tuple(sorted(tied, key=lambda name: name != DEFAULT)), values)
+    return Ranking(best, _default_first(tied), values)
+
+
+def _default_first(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: name != DEFAULT))
 
 
 def chance_of(rounds: int, taken: float) -> float:
@@ -183,22 +163,22 @@ def alike(mine: Sequence[float], best: Sequence[float], chance: float) -> bool:
     return chance > 0 and min(mine) <= max(best) and min(best) <= max(mine)
 
 
-def _told(one: Recommendation, found: _Ranking) -> tuple[str, tuple[str, ...], str, str]:
+def _told(one: Recommendation, found: Ranking) -> tuple[tuple[str, ...], str, str]:
+    """Return whom to choose, the figure of the best, and the best of the others."""
     best = found.middle(found.best)
     if one.sign < 0 and not best:
-        return one.want, (), one.written(best), "-"
+        return (), one.written(best), "-"
     others = [name for name in found.values if name not in found.tied]
     others.sort(key=lambda name: one.sign * found.middle(name))
     behind = f"{others[0]}: {one.written(found.middle(others[0]))}" if others else "-"
-    return one.want, found.tied, one.written(best), behind
+    return found.tied, one.written(best), behind
 
 
-def _measured(one: Recommendation, found: _Ranking) -> str:
-    _, tied, _, _ = _told(one, found)
-    if not tied:
+def _measured(one: Recommendation, found: Ranking) -> str:
+    if one.sign < 0 and not found.middle(found.best):
         return "none of these"
-    each = sorted(value for name in tied for value in found.values[name])
-    return f"{named(tied)} ({one.written(*each)})"
+    each = sorted(value for name in found.tied for value in found.values[name])
+    return f"{named(found.tied)} ({one.written(*each)})"
 
 
 def overall(advice: Sequence[Advice]) -> tuple[tuple[str, ...], int, int]:
@@ -207,5 +187,5 @@ def overall(advice: Sequence[Advice]) -> tuple[tuple[str, ...], int, int]:
     told = [one for one in advice if one.choose]
     counts = Counter(name for one in told for name in one.choose)
     most = max(counts.values(), default=0)
-    names = [name for name, count in counts.items() if count == most]
-    return tuple(sorted(names, key=lambda name: name != DEFAULT)), most, len(told)
+    names = _default_first(name for name, count in counts.items() if count == most)
+    return names, most, len(told)

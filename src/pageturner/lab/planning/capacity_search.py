@@ -114,6 +114,7 @@ class CapacityAnswer:
 
 Answered = Mapping[CapacityQuestion, CapacityAnswer]
 Search = Generator[CapacityQuestion, CapacityAnswer, tuple[int, int] | None]
+Ahead = Callable[[int], list[CapacityQuestion]]
 Counts = Generator[CapacityQuestion, CapacityAnswer, int | None]
 
 
@@ -258,14 +259,9 @@ def _chunks(prompt: Prompt, names: BlockNames) -> tuple[object, ...]:
 class Asker(Protocol):
     """Simulates what a question asks."""
 
-    def run(
-        self,
-        question: CapacityQuestion,
-        search: Callable[[], Search],
-        known: Answered,
-    ) -> Any:
-        """The figures of Scenario.run, which may have been given up. The next questions may be
-        looked at."""
+    def run(self, question: CapacityQuestion, ahead: Ahead) -> Any:
+        """The figures of Scenario.run, which may have been given up. ahead: so many questions, this
+        one first, that may be looked at meanwhile."""
 
 
 Tell = Callable[[str], None]
@@ -315,7 +311,7 @@ def search_capacity(
     while (found := advance(search(), known))[0] is not None:
         question = found[0]
         option = options[question.option]
-        run = runner.run(question, search, known)
+        run = runner.run(question, lambda most: next_questions(search, known, most))
         known[question] = answer = CapacityAnswer.of(run, option.scenario.targets.share)
         gpus = {"gpus_per_replica": option.gpus, "gpus": option.gpus * question.replicas}
         runs[question] = run | gpus

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pageturner.errors import EngineFault, naming, one_line
+from pageturner.errors import EngineFault, bad_setting, naming, one_line
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.gguf import GGUFFile, model_name, open_header
 from pageturner.formats.hf_config import (
@@ -247,7 +247,7 @@ def _as_in_files(
     """Bytes of weights of which only the files are known, if they are."""
     if (dtype, quantization) != ("auto", "none"):
         message = f"--dtype and --quantization cannot be planned for: {reason}; use --weights-bytes"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     return (files, "as in its files") if files else (None, f"not known: {reason}")
 
 

@@ -9,9 +9,11 @@ Codes: config_invalid, gguf_metadata (a number is missing), model_invalid, model
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pageturner.errors import EngineFault
@@ -77,31 +79,13 @@ def _check(usual: Usual, where: str) -> Usual:
 
 # -- config.json -----------------------------------------------------------------------------------
 
-_NAMES = {
-    "layers": "num_hidden_layers n_layer n_layers num_layers",
-    "width": "hidden_size n_embd d_model n_embed",
-    "heads": "num_attention_heads n_head n_heads num_heads attention_heads",
-    "kv_heads": "num_key_value_heads num_kv_heads multi_query_group_num num_attention_groups",
-    "head_dim": "head_dim kv_channels",
-    "context": "max_position_embeddings n_positions seq_length max_seq_len n_ctx max_sequence_length",
-}
-_STATE = "layers that keep a state instead of KV"
-# Reasons why the usual sum would be wrong, and the keys that tell.
-_REFUSED = {
-    "an encoder beside the decoder": "is_encoder_decoder add_cross_attention",
-    "layers that look at pictures": "cross_attention_layers",
-    "layers that use the KV of others": "num_kv_shared_layers",
-    "attention in chunks": "attention_chunk_size",
-    "heads of two sizes": "global_head_dim swa_head_dim",
-    "KV heads that differ from layer to layer": "swa_num_key_value_heads num_sliding_attention_heads",
-    "a cache that is compressed": "compress_rates",
-    "an indexer with a cache of its own": "index_topk",
-    "layers that differ from each other": "block_configs",
-    _STATE: "attn_layer_period attn_layer_indices attn_type_list block_types chunkwise_kernel conv_L_cache"
-    " full_attn_idxs hybrid_override_pattern layers_block_type linear_attn_config linear_num_heads"
-    " linear_num_key_heads lru_width mamba_d_ssm mamba_d_state mamba_n_heads n_mamba_heads ssm_cfg"
-    " ssm_state_size state_size",
-}
+_TABLES = json.loads(Path(__file__).with_name("model_outline_keys.json").read_bytes())
+# what is to be known -> keys, of which the first that is there counts
+_NAMES: dict[str, str] = _TABLES["names"]
+# Reasons why the usual sum would be wrong, and the keys that tell, or how these begin in a GGUF
+# file.
+_REFUSED: dict[str, str] = _TABLES["refused"]
+_GGUF_REFUSED: dict[str, str] = _TABLES["gguf_refused"]
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 _ALL_WINDOWED = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # if they have a window
 _OLD_FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
@@ -193,15 +177,6 @@ def _hf_windows(config: HFConfig, where: str, arch: str, layers: int) -> tuple[i
 
 
 # -- GGUF ------------------------------------------------------------------------------------------
-
-_GGUF_REFUSED = {
-    _STATE: "ssm. wkv. shortconv. kda. full_attention_interval",
-    "an encoder beside the decoder": "decoder_block_count",
-    "layers that use the KV of others": "attention.shared_kv_layers",
-    "attention in chunks": "attention.chunk_size",
-    "an indexer with a cache of its own": "attention.indexer.",
-    "heads of two sizes": "attention.key_length_swa",
-}
 
 
 def gguf_usual(file: GGUFFile, arch: str) -> Usual:

@@ -19,12 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from pageturner.lab.planning.capacity_search import (
-    Answered,
+    Ahead,
     CapacityQuestion,
     Option,
-    Search,
     in_words,
-    next_questions,
 )
 from pageturner.lab.traffic.traffic import Traffic
 from pageturner.progress import Still
@@ -43,8 +41,7 @@ class SerialRuns:
     def run(
         self,
         question: CapacityQuestion,
-        search: Callable[[], Search],
-        known: Answered,
+        ahead: Ahead | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
         """Scenario.run, given up when it is hopeless."""
@@ -86,21 +83,16 @@ class ParallelRuns:
     ) -> None:
         self._end()
 
-    def run(
-        self,
-        question: CapacityQuestion,
-        search: Callable[[], Search],
-        known: Answered,
-    ) -> dict[str, Any]:
+    def run(self, question: CapacityQuestion, ahead: Ahead) -> dict[str, Any]:
         """Answer as SerialRuns.run does."""
         if self._pool is not None:
             try:
-                self._look_ahead(next_questions(search, known, 2 * self._workers))
+                self._look_ahead(ahead(2 * self._workers))
                 return self._await(question)
             except (OSError, BrokenProcessPool) as error:
                 self._tell(f"going on in one process: {error}")
                 self._end()
-        return self._alone.run(question, search, known)
+        return self._alone.run(question)
 
     def _look_ahead(self, wanted: list[CapacityQuestion]) -> None:
         """Begin these, as many as there are processes, and end what nobody wants any more."""
@@ -160,8 +152,4 @@ def _end_with_parent() -> None:
 
 
 def _run(question: CapacityQuestion, slot: int) -> dict[str, Any]:
-    return _Here.runs.run(question, _no_search, {}, cancelled=lambda: bool(_Here.flags[slot]))
-
-
-def _no_search() -> Search:
-    raise NotImplementedError("a process looks at one question")
+    return _Here.runs.run(question, cancelled=lambda: bool(_Here.flags[slot]))

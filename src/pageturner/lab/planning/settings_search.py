@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation import recorded_runs
@@ -72,7 +72,7 @@ class SearchSpace:
             for name in names or ("",):
                 if name not in known:
                     message = f"unknown {kind} {name!r}: one of {', '.join(known)}"
-                    raise EngineFault("bad_setting", message)
+                    raise bad_setting(message)
 
     def coarse(self, start: Candidate) -> Iterator[Candidate]:
         """The first candidates: the engine's own settings, then a coarse grid."""

@@ -9,53 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from statistics import median
-from typing import Any
 
 from pageturner.engine.machine_limits import GET
 from pageturner.lab.compare.comparison_results import ComparisonResults, ContenderResult
 from pageturner.lab.compare.literature_claims import Claim
-from pageturner.lab.planning.advice import DEFAULT, alike, overall
+from pageturner.lab.planning.advice import DEFAULT, alike, overall, rank
 from pageturner.lab.reporting import charts, summary
 from pageturner.lab.reporting import comparison_pictures as pictures
 from pageturner.lab.reporting import page as html
 from pageturner.lab.reporting.page import TableCell
+from pageturner.lab.reporting.summary import COLUMNS, Column
 
 # The first pattern of its name counts, and a pattern in a picture that is not shown would draw
 # nothing.
 HATCHES = f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{charts.HATCH}</svg>\n'
-WHEN = {
-    "static": "what continuous batching is compared with: simple, and every request waits for the slowest",
-    "window": "static with a bound on the wait for a full batch",
-    "orca": "continuous, whole prompts, memory for the longest answer kept from the start",
-    "prefill_first": "new prompts at once: the first token comes early, running answers stop meanwhile",
-    "served_ratio": "new prompts in groups: fewer interruptions than prefill_first, later first tokens",
-    "chunked": "prompts in chunks beside the running answers, which hardly notice; the default",
-    "adaptive_chunk": "chunked, with chunks as large as the target of a token's time allows",
-    "unbatched": "one request at a time, as a program without batching does it",
-}
-
-
 OPEN = 3  # sections that are shown, on three screens; the others are opened on demand
-FAIR = (
-    "the tenant that was served least goes first, whatever it sent. Each token of a prompt counts once, each"
-    " of an answer twice; a tenant that sends ten times as much waits behind its own requests, and the others"
-    " do not wait for it. Without tenants it is fcfs"
-)
-ORDERS = {
-    "fcfs": "first come, first served: nobody overtakes",
-    "priority": "the smallest priority of a request first",
-    "sjf": "the least predicted work first: short questions do not wait behind reports",
-    "deadline": "the least time left to a request's targets first",
-    "adaptive": "by priority, predicted work, waiting time and who runs already",
-    "fair": FAIR,
-    "prefix": "the longest cached prefix first",
-    "programs": "the agent first that was served least, over all its requests; its KV is kept",
-    "uniboost": "by arrival, but short requests are taken for earlier: nothing is predicted",
-}
+POLICIES = pictures.WORDS["policies"]
+ORDERS = pictures.WORDS["orders"]
+FAIR = ORDERS["fair"]
 
 
 def page(found: ComparisonResults) -> str:
@@ -99,16 +73,16 @@ def terminal(found: ComparisonResults, *, every: bool = False) -> str:
     that are folded on the page, and the simulated ones."""
     parts = [" ".join(disturbed(found))] if found.disturbed else []
     if found.disturbed and found.reckoned:
-        parts.append("reckoned:\n" + _text_table(found.reckoned, FIVE))
+        parts.append("reckoned:\n" + _text_table(found.reckoned, "compare"))
     measured = "measured on the busy machine:\n" if found.disturbed else ""
-    parts.append(measured + _text_table(found.contests, FIVE))
+    parts.append(measured + _text_table(found.contests, "compare"))
     if every:
-        parts.append(_text_table(found.contests, MORE))
+        parts.append(_text_table(found.contests, "compare more"))
     if every and found.reckoned and not found.disturbed:
-        parts.append("reckoned:\n" + _text_table(found.reckoned, FIVE))
+        parts.append("reckoned:\n" + _text_table(found.reckoned, "compare"))
     if every and found.stalls:
         title = "long prompts among running answers, simulated:"
-        parts.append(f"{title}\n{_text_table(found.stalls, FIVE)}")
+        parts.append(f"{title}\n" + _text_table(found.stalls, "compare"))
     if len(found.contests) > 1:
         lines = []
         for one in found.advice():
@@ -232,7 +206,9 @@ def _choice(found: ComparisonResults) -> str:
         ]
         for one in advice
     ]
-    kinds = [(name, WHEN.get(name, "")) for name in dict.fromkeys(c.policy for c in found.contests)]
+    kinds = [
+        (name, POLICIES.get(name, "")) for name in dict.fromkeys(c.policy for c in found.contests)
+    ]
     orders = list(dict.fromkeys(c.order for c in found.contests))
     if orders != ["fcfs"]:
         kinds += [(f"order {order}", ORDERS.get(order, "")) for order in orders]
@@ -247,90 +223,32 @@ def _choice(found: ComparisonResults) -> str:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A figure of each contender. sign: 1 where the least is best, -1 where the most is, 0 where
-    neither."""
-
-    head: str
-    of: Callable[[dict[str, Any]], float]
-    form: str
-    sign: int = 0
-
-    def text(self, figures: dict[str, Any]) -> str:
-        value = self.of(figures)
-        return self.form.format(value) if value == value else "-"
-
-
-def _quantile(name: str, quantile: str) -> Callable[[dict[str, Any]], float]:
-    return lambda figures: float(figures[name][quantile])
-
-
-def _share(name: str) -> Callable[[dict[str, Any]], float]:
-    return lambda figures: float(figures["machine"].get(name, math.nan))
-
-
-SPEED = Column("output tokens/s", lambda f: f["output_tokens_per_s"], "{:,.1f}", -1)
-TTFT_P50 = Column("TTFT p50, ms", _quantile("ttft_ms", "p50"), "{:,.0f}", 1)
-TTFT_P99 = Column("TTFT p99, ms", _quantile("ttft_ms", "p99"), "{:,.0f}", 1)
-LONGEST_GAP = Column("longest gap, ms", _quantile("itl_ms", "max"), "{:,.0f}", 1)
-FIVE = (
-    SPEED,
-    TTFT_P99,
-    Column("TPOT p50, ms", _quantile("tpot_ms", "p50"), "{:,.1f}", 1),
-    LONGEST_GAP,
-    Column("e2e p99, s", _quantile("e2e_s", "p99"), "{:.2f}", 1),
-)
-MORE = (
-    Column("goodput, answers/s", lambda f: f["goodput_per_s"], "{:.2f}", -1),
-    TTFT_P50,
-    Column("TPOT p99, ms", _quantile("tpot_ms", "p99"), "{:,.1f}", 1),
-    Column("e2e p50, s", _quantile("e2e_s", "p50"), "{:.2f}", 1),
-    Column("steps", lambda f: f["steps"], "{:,.0f}"),
-    Column("sequences a step", lambda f: f["sequences_per_step"], "{:.1f}"),
-    Column("padding rows", lambda f: f["padding_share"], "{:.0%}", 1),
-    Column("arithmetic", _share("compute_share"), "{:.0%}"),
-    Column("bandwidth", _share("read_share"), "{:.0%}"),
-    Column("KV wasted", lambda f: f["kv"]["waste"], "{:.1%}"),
-    Column("preempted", lambda f: f["preemptions"], "{:.0f}"),
-)
-GAP_P99 = Column("gap p99, ms", _quantile("itl_ms", "p99"), "{:,.0f}", 1)
-STALL_COLUMNS = (LONGEST_GAP, GAP_P99, TTFT_P50, TTFT_P99, SPEED)
-
-
-def _text_table(contests: Sequence[ContenderResult], columns: Sequence[Column]) -> str:
+def _text_table(contests: Sequence[ContenderResult], table: str) -> str:
+    columns = COLUMNS[table]
     rows = [[c.name, *(column.text(c.figures) for column in columns)] for c in contests]
     return summary.table(rows, ["", *(column.head for column in columns)])
 
 
-def _columns(
-    contests: Sequence[ContenderResult], columns: Sequence[Column], chance: float = 0.0
-) -> str:
+def _columns(contests: Sequence[ContenderResult], table: str, chance: float = 0.0) -> str:
     """Return a row for each contender; the best of a column is marked where nothing is tied with
     it."""
+    columns = COLUMNS[table]
     best = [_best(contests, column, chance) for column in columns]
-    rows: list[list[str | TableCell]] = [
-        [
-            contest.name,
-            *(
-                TableCell(column.text(contest.figures), "best" * (contest.name == name))
-                for column, name in zip(columns, best, strict=True)
-            ),
-        ]
-        for contest in contests
-    ]
+    rows = []
+    for contest in contests:
+        cells: list[str | TableCell] = [contest.name]
+        for column, name in zip(columns, best, strict=True):
+            cells.append(TableCell(column.text(contest.figures), "best" * (contest.name == name)))
+        rows.append(cells)
     return html.table(["policy", *(column.head for column in columns)], rows)
 
 
 def _best(contests: Sequence[ContenderResult], column: Column, chance: float) -> str | None:
     """Return the contender that is best by more than chance."""
-    values = {c.name: [column.of(figures) for figures in c.each] for c in contests}
-    values = {name: each for name, each in values.items() if all(value == value for value in each)}
-    if not column.sign or not values:
+    found = rank({c.name: c.each for c in contests}, column.path, column.sign, chance)
+    if not column.sign or found is None:
         return None
-    best = min(values, key=lambda name: column.sign * median(values[name]))
-    level = [name for name in values if alike(values[name], values[best], chance)]
-    return best if level == [best] and len(values) > 1 else None
+    return found.best if found.tied == (found.best,) and len(found.values) > 1 else None
 
 
 def _figures(found: ComparisonResults) -> str:
@@ -348,10 +266,10 @@ def _figures(found: ComparisonResults) -> str:
         "soft",
     )
     chance = math.inf if found.disturbed else found.chance
-    shown = _columns(found.contests, FIVE, chance)
-    folded = _columns(found.contests, MORE, chance) + more
+    shown = _columns(found.contests, "compare", chance)
+    folded = _columns(found.contests, "compare more", chance) + more
     if found.reckoned:
-        beside = f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}"
+        beside = "<p>The same, reckoned:</p>" + _columns(found.reckoned, "compare")
         if found.disturbed:
             shown, beside = beside, f"<p>Measured on the busy machine:</p>{shown}"
         folded += beside
@@ -454,21 +372,12 @@ def _stalls(found: ComparisonResults) -> str:
         " is the default."
     )
     drawn = _drawn(pictures.stalls, found)
-    return html.paragraph(words) + drawn + _columns(found.stalls, STALL_COLUMNS)
-
-
-OVER_TIME = {
-    "batch": "How many sequences each step computes something for. Blue is work that somebody waits for.",
-    "memory": "Blocks are taken when a token needs them. The dashed line is what a server without pages must"
-    " keep for the same requests, and what orca promises them: prompt and max_tokens of each.",
-    "machine": "How much of what this machine can compute and read the steps used. What static batches"
-    " compute for somebody decays as their members end; padding takes the rest.",
-}
+    return html.paragraph(words) + drawn + _columns(found.stalls, "compare stalls")
 
 
 def _over_time(name: str, found: ComparisonResults) -> str:
     drawn = _drawn(partial(pictures.over_time, name), found)
-    return html.paragraph(OVER_TIME[name]) + drawn
+    return html.paragraph(pictures.WORDS["over_time"][name]) + drawn
 
 
 def _known(found: ComparisonResults) -> bool:

@@ -7,9 +7,12 @@ comparison_page.py. Every picture is drawn for a width, of a desktop or of a pho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
+from typing import Any
 
 from pageturner.lab.compare.comparison_results import ComparisonResults, ContenderResult
 from pageturner.lab.compare.run_timeline import RunTimeline, SlotSpan
@@ -29,6 +32,7 @@ from pageturner.lab.reporting.charts import (
     time_axis,
 )
 
+WORDS = json.loads(Path(__file__).with_name("comparison.json").read_bytes())
 KINDS = ("padding", "stalled", "prefill", "decode")  # in the order in which they are drawn
 MEANING = {
     "prefill": "its prompt is computed",
@@ -161,39 +165,13 @@ def _boxes(
 
 # picture -> unit, areas, lines; each series: kind of its mark, name, name in
 # ComparisonResults.series
-PANELS = {
-    "batch": (
-        "sequences",
-        (
-            ("decode", "sequences that decode", "decoding"),
-            ("prefill", "whose prompts are computed", "prefilling"),
-            ("padding", "ended, computed all the same", "padding"),
-        ),
-        (("dashed", "waiting", "waiting"),),
-    ),
-    "memory": (
-        "tokens of KV memory",
-        (
-            ("used", "tokens with KV", "kv_used"),
-            ("waste", "empty, in blocks in use", "kv_empty"),
-        ),
-        (("dashed", "prompt and max_tokens of all who run", "kv_whole"),),
-    ),
-    "machine": (
-        "% of the machine's limits",
-        (
-            ("used", "arithmetic: products of int8 and fp32", "useful"),
-            ("padding", "for padding", "for_nobody"),
-        ),
-        (("dashed", "reading", "read"),),
-    ),
-}
+PANELS: dict[str, Any] = WORDS["panels"]
 SOMETIMES = ("waiting", "for_nobody")  # series that are left out where all of their values are 0
 
 
 def over_time(picture: str, found: ComparisonResults, width: float = WIDE) -> str:
     """Draw one of PANELS: batch sizes, KV memory, or shares of the machine's limits."""
-    unit, *parts = PANELS[picture]
+    about = PANELS[picture]
     each = []
     for contest in found.contests:
         series = found.series(contest, found.drawn_seconds)
@@ -202,13 +180,13 @@ def over_time(picture: str, found: ComparisonResults, width: float = WIDE) -> st
         areas, lines = (
             [
                 ChartSeries(kind, name, series[values])
-                for kind, name, values in part
+                for kind, name, values in about[part]
                 if values not in SOMETIMES or any(series[values])
             ]
-            for part in parts
+            for part in ("areas", "lines")
         )
         each.append(Panel(contest.name, areas, lines))
-    return charts.panels(each, time_axis([found.drawn_seconds], width), str(unit))
+    return charts.panels(each, time_axis([found.drawn_seconds], width), about["unit"])
 
 
 def services(found: ComparisonResults, width: float = WIDE) -> str:

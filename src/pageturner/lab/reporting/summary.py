@@ -1,20 +1,59 @@
-"""Percentiles, tables and JSON of measured figures. Must not know how anything was measured."""
+"""Percentiles, columns, tables and files of measured figures. Must not know how anything was
+measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pageturner.engine.machine_limits import GET
 from pageturner.private_files import write_json as write_json
 from pageturner.telemetry.work import MachineLimits, WorkTotals
 
 PERCENTILES = (50, 90, 99)
+SPREAD = ("mean", "p50", "p90", "p99", "max")
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """A figure as reports show it. path: where it stands in the figures, names with dots between;
+    form: how its number is written; sign: 1 where the least is best, -1 where the most is, 0 where
+    neither."""
+
+    head: str
+    path: str
+    form: str = "{}"
+    sign: int = 0
+
+    def of(self, figures: Mapping[str, Any]) -> Any:
+        return figure_at(figures, self.path)
+
+    def text(self, figures: Mapping[str, Any]) -> str:
+        value = self.of(figures)
+        return self.form.format(value) if value == value else "-"
+
+
+_TABLES = Path(__file__).with_name("columns.json").read_bytes()
+COLUMNS = msgspec.json.decode(_TABLES, type=dict[str, tuple[Column, ...]])
+
+
+def figure_at(figures: Mapping[str, Any], path: str) -> Any:
+    """Return the figure at this path; nan where there is none."""
+    found: Any = figures
+    for name in path.split("."):
+        if name not in found:
+            return math.nan
+        found = found[name]
+    return found
 
 
 def percentile(values: Sequence[float], q: float) -> float:
     """Linear interpolation between closest ranks, as numpy's default. nan for no values."""
     if not values:
-        return float("nan")
+        return math.nan
     ordered = sorted(values)
     place = (len(ordered) - 1) * q / 100
     low = int(place)
@@ -25,8 +64,8 @@ def percentile(values: Sequence[float], q: float) -> float:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """mean, p50, p90, p99 and max."""
     figures = {f"p{q}": percentile(values, q) for q in PERCENTILES}
-    mean = sum(values) / len(values) if values else float("nan")
-    return {"mean": mean, **figures, "max": max(values, default=float("nan"))}
+    mean = sum(values) / len(values) if values else math.nan
+    return {"mean": mean, **figures, "max": max(values, default=math.nan)}
 
 
 def used(usage: WorkTotals, limits: MachineLimits | None) -> str:
@@ -45,22 +84,19 @@ def used(usage: WorkTotals, limits: MachineLimits | None) -> str:
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
     """Columns aligned; numbers to the right."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(line[i]) for line in [list(head), *cells]) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            name.ljust(w) if i == 0 else name.rjust(w)
-            for i, (name, w) in enumerate(zip(head, widths, strict=True))
-        )
-    ]
-    for row in cells:
-        lines.append(
-            "  ".join(
-                c.ljust(w) if i == 0 else c.rjust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-        )
+    cells = [list(head), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *others in cells:
+        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *right]))
     return "\n".join(lines)
+
+
+def spreads_table(figures: Mapping[str, Any], names: Sequence[str], head: str) -> str:
+    """Return a table with a row for each of these spreads."""
+    rows = [[name, *(figures[name][column] for column in SPREAD)] for name in names]
+    return table(rows, (head, *SPREAD))
 
 
 def _cell(value: object) -> str:

@@ -12,6 +12,7 @@ from statistics import median
 
 from pageturner.lab.bench.sweep import (
     FIGURES,
+    PICTURES,
     SIMULATED,
     LoadSweep,
     SweepPoint,
@@ -22,6 +23,7 @@ from pageturner.lab.reporting import charts, summary
 from pageturner.lab.reporting import page as html
 from pageturner.lab.reporting.charts import ChartLine, LineChart, LinePoint
 from pageturner.lab.reporting.page import TableCell, TableRow
+from pageturner.lab.reporting.summary import COLUMNS
 
 SPEED = "output_tokens_per_s"
 SHORTER = 0.05  # share by which answers are shorter than asked, from which on it is said
@@ -51,30 +53,8 @@ small { color: var(--soft) } td.bad { color: var(--missed); font-weight: 600 }
   dl.about { display: block } dl.about dd { margin-bottom: .3rem } }
 """
 
-# figure, title, unit, whether its axis may be logarithmic
-PICTURES = (
-    (SPEED, "Throughput", "output tokens/s", False),
-    ("ttft_ms_p99", "Time to first token, p99", "ms", True),
-    ("ttft_ms_p50", "Time to first token, p50", "ms", True),
-    ("tpot_ms_p50", "Time per token after it, p50", "ms", True),
-    ("tpot_ms_p99", "Time per token after it, p99", "ms", True),
-    ("gap_ms_p99", "Gap between two tokens, p99", "ms", True),
-    ("goodput_per_s", "Goodput", "requests/s within targets", False),
-)
 OVER = {"concurrency": "clients at once", "rate": "requests/s offered (Poisson)"}
 TITLES = {"concurrency": "Over clients", "rate": "Over requests a second"}
-# heading, figure, 1 where less is better, -1 where more is
-COLUMNS = (
-    ("output tokens/s", SPEED, -1),
-    ("requests/s", "requests_per_s", 0),
-    ("TTFT p50, ms", "ttft_ms_p50", 1),
-    ("p99", "ttft_ms_p99", 1),
-    ("TPOT p50, ms", "tpot_ms_p50", 1),
-    ("p99", "tpot_ms_p99", 1),
-    ("gap p99, ms", "gap_ms_p99", 1),
-)
-# the same on a terminal, which is too narrow for requests a second
-SHORT_HEADS = ("tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "gap p99")
 
 
 def page(found: SweepResults) -> str:
@@ -247,7 +227,12 @@ def table(found: SweepResults, place: int) -> str:
     """Return the medians of one sweep as text, in at most 100 columns."""
     sweep = found.sweeps[place]
     width = max(len(" simulated"), *(len(clipped(one.name)) for one in found.servers))
-    figures = [figure for _, figure, _ in COLUMNS if figure != "requests_per_s"]
+    columns = COLUMNS["sweep on a terminal"]  # which is too narrow for requests a second
+
+    def cells(shown: SweepPoint, name: str, spread: str) -> list[str]:
+        texts = [figure_text(shown, name, column.path) for column in columns]
+        return [*texts, spread, *_within(found, shown, name)]
+
     rows: list[list[object]] = []
     for point, name, made in _rows(found, place):
         knee = " knee" if sweep.knee(name) == point.at else ""
@@ -255,16 +240,13 @@ def table(found: SweepResults, place: int) -> str:
         middle = point.median(name, SPEED)
         several = len(point.rounds[name]) > 1 and middle > 0
         spread = f"±{(high - low) / 2 / middle:.0%}" if several else ""
-        for load, server, shown, ends in (
-            (f"{point.at:g}{knee}", clipped(name), point, (spread, _lost(point, name))),
-            ("", " simulated", made, ("", "")),
-        ):
-            if shown is not None:
-                texts = [figure_text(shown, name, figure) for figure in figures]
-                good = _within(found, shown, name)
-                rows.append([load, server.ljust(width), *texts, ends[0], *good, ends[1]])
-    good_head = ["good"] if found.targets else []
-    head = [sweep.unit, "server".ljust(width), *SHORT_HEADS, "spread", *good_head, "failed"]
+        lead = [f"{point.at:g}{knee}", clipped(name).ljust(width)]
+        rows.append([*lead, *cells(point, name, spread), _lost(point, name)])
+        if made is not None:
+            rows.append(["", " simulated".ljust(width), *cells(made, name, ""), ""])
+    heads = [column.head for column in columns]
+    good = ["good"] * bool(found.targets)
+    head = [sweep.unit, "server".ljust(width), *heads, "spread", *good, "failed"]
     about = f"medians of {found.rounds} rounds; " if found.rounds > 1 else ""
     return f"{summary.table(rows, head)}\n{about}TTFT, TPOT: p50, then p99; spread: of tokens/s over rounds"
 
@@ -292,7 +274,7 @@ def _page_table(found: SweepResults, place: int) -> str:
         if made is not None:
             cells = ["", "simulated", *_cells(made, name), *_within(found, made, name), "", ""]
             rows.append(TableRow(cells, "told"))
-    heads = [sweep.unit, "server", *(head for head, _, _ in COLUMNS)]
+    heads = [sweep.unit, "server", *(column.head for column in COLUMNS["sweep"])]
     heads += ["within targets"] * bool(found.targets) + ["requests", "failed"]
     return html.table(heads, rows, "points") + html.paragraph(
         "Medians of rounds; small: least and most tokens/s of them. Marked: the best at this load, where its"
@@ -306,7 +288,9 @@ def _cells(point: SweepPoint, name: str) -> list[TableCell]:
     marked."""
     cells = []
     others = [other for other in point.rounds if other != name]
-    for _, figure, sign in COLUMNS:
+    for column in COLUMNS["sweep"]:
+        figure = column.path
+        sign = column.sign
         mine = point.median(name, figure)
         spread = point.spread(name, figure)
         best = bool(sign and others) and all(

@@ -11,11 +11,9 @@ import contextlib
 import math
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -28,6 +26,7 @@ from pageturner.executor.kv_memory import KVSizes
 from pageturner.formats import hub
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets, RequestMetrics
+from pageturner.lab.reporting.summary import figure_at
 from pageturner.lab.simulation import recorded_runs
 from pageturner.lab.simulation.recorded_runs import RecordedRun, recorded_config
 from pageturner.lab.simulation.simulator import Simulator
@@ -86,12 +85,13 @@ def predicted(run: RecordedRun, cost: CalibratedCost) -> RequestMetrics:
     return simulator.metrics
 
 
-CHECKED: dict[str, Callable[[dict[str, Any]], float]] = {
-    "throughput": lambda f: f["output_tokens_per_s"],
-    "TTFT p50": lambda f: f["ttft_ms"]["p50"],
-    "TTFT p99": lambda f: f["ttft_ms"]["p99"],
-    "TPOT p50": lambda f: f["tpot_ms"]["p50"],
-    "TPOT p99": lambda f: f["tpot_ms"]["p99"],
+# name of a figure -> where it stands in RequestMetrics.figures
+CHECKED = {
+    "throughput": "output_tokens_per_s",
+    "TTFT p50": "ttft_ms.p50",
+    "TTFT p99": "ttft_ms.p99",
+    "TPOT p50": "tpot_ms.p50",
+    "TPOT p99": "tpot_ms.p99",
 }
 
 
@@ -114,7 +114,7 @@ class Check:
 def checked(run: RecordedRun, cost: CalibratedCost, name: str) -> Check:
     """Compare the run with its simulation."""
     real = recorded_runs.request_metrics(run).figures(LatencyTargets())
-    measured = {key: of(real) for key, of in CHECKED.items()}
+    measured = {key: figure_at(real, path) for key, path in CHECKED.items()}
     steps = [step for step in run.steps if step.items]
     took = sum(step.end - step.start for step in steps)
     told = sum(cost.seconds(work_of_step(step)) - cost.gap for step in steps)
@@ -127,7 +127,8 @@ def checked(run: RecordedRun, cost: CalibratedCost, name: str) -> Check:
 
 def _errors(run: RecordedRun, cost: CalibratedCost, measured: dict[str, float]) -> dict[str, float]:
     made = predicted(run, cost).figures(LatencyTargets())
-    return {key: of(made) / max(measured[key], 1e-12) - 1 for key, of in CHECKED.items()}
+    pairs = ((key, figure_at(made, path)) for key, path in CHECKED.items())
+    return {key: value / max(measured[key], 1e-12) - 1 for key, value in pairs}
 
 
 def training(

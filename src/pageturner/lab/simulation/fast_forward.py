@@ -48,15 +48,13 @@ def alike_steps(
         place = seq.computed // pool.block_size
         if place < len(seq.blocks) and pool.full.refs[seq.blocks[place]] > 1:
             return None  # the first step would copy a block
-    while most > 1 and _blocks_taken(scheduler, most) > pool.full.available:
+
+    def blocks_taken(steps: int) -> int:
+        return sum(pool.blocks_for(seq.computed + steps) - len(seq.blocks) for seq in running)
+
+    while most > 1 and blocks_taken(most) > pool.full.available:
         most //= 2
     return AlikeSteps(most, len(running), context) if most > 1 else None
-
-
-def _blocks_taken(scheduler: Scheduler, steps: int) -> int:
-    """Blocks that so many steps take."""
-    blocks_for = scheduler.pool.blocks_for
-    return sum(blocks_for(seq.computed + steps) - len(seq.blocks) for seq in scheduler.running)
 
 
 def advance_alike(

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from pageturner.errors import EngineFault, bad_setting
+from pageturner.errors import bad_setting
 from pageturner.lab.bench.request_metrics import LatencyTargets, RequestClock
 from pageturner.lab.reporting import summary
 from pageturner.lab.simulation.fleet import SimulatedFleet, fleet_of
@@ -47,32 +47,6 @@ class Cluster(Protocol):
 
     def bring_back(self, number: int, now: float) -> None:
         """The replica takes requests, with an empty cache."""
-
-
-class Changes(Protocol):
-    """Decides which replicas end and begin.
-
-    at       seconds of the next change, inf where none will come
-    returns  whether a replica that is away now will take requests again
-    """
-
-    @property
-    def at(self) -> float: ...
-
-    @property
-    def returns(self) -> bool: ...
-
-    def begin(self, cluster: Cluster, now: float) -> None:
-        """Called before the first request, which comes at `now`."""
-
-    def happen(self, cluster: Cluster) -> None:
-        """Do what was announced for `at`."""
-
-    def answered(self, number: int, clock: RequestClock, now: float) -> None:
-        """A request of this replica has ended."""
-
-    def figures(self, begin: float, end: float) -> dict[str, Any]:
-        """The figures of the changes between these times."""
 
 
 @dataclass(slots=True)
@@ -142,6 +116,36 @@ class EventQueue:
         return any(what == event for *_, what in self._heap)
 
 
+class Changes:
+    """Decides which replicas end and begin: base of the two ways to decide it."""
+
+    def __init__(self) -> None:
+        self._queue = EventQueue()
+
+    @property
+    def at(self) -> float:
+        """Seconds of the next change, inf where none will come."""
+        return self._queue.at
+
+    @property
+    def returns(self) -> bool:
+        """Return whether a replica that is away now will take requests again."""
+        return self._queue.expects("start")
+
+    def begin(self, cluster: Cluster, now: float) -> None:
+        """Called before the first request, which comes at `now`."""
+
+    def happen(self, cluster: Cluster) -> None:
+        """Do what was announced for `at`."""
+
+    def answered(self, number: int, clock: RequestClock, now: float) -> None:
+        """A request of this replica has ended."""
+
+    def figures(self, begin: float, end: float) -> dict[str, Any]:
+        """The figures of the changes between these times."""
+        return {}
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 
@@ -196,30 +200,22 @@ def _event(line: bytes, replicas: int, where: str) -> ReplicaEvent:
     try:
         event = msgspec.json.decode(line, type=ReplicaEvent)
     except msgspec.DecodeError as error:
-        raise EngineFault("bad_setting", f"{where}: {error}") from error
+        raise bad_setting(f"{where}: {error}") from error
     if not (0 <= event.at < float("inf") and 0 <= event.replica < replicas):
         raise bad_setting(f"{where}: at is 0 or more, and replicas are 0 to {replicas - 1:,}")
     return event
 
 
-class FailingReplicas:
+class FailingReplicas(Changes):
     """Changes by `failures`, of so many replicas."""
 
     def __init__(self, failures: Failures, replicas: int) -> None:
+        super().__init__()
         self._failures = failures
         self._replicas = replicas
         self._dice = random.Random(failures.seed)
-        self._queue = EventQueue()
         self._ended = 0
         self._drained = 0
-
-    @property
-    def at(self) -> float:
-        return self._queue.at
-
-    @property
-    def returns(self) -> bool:
-        return self._queue.expects("start")
 
     def begin(self, cluster: Cluster, now: float) -> None:
         for event in self._failures.events:
@@ -244,9 +240,6 @@ class FailingReplicas:
             cluster.take_away(number, now)
             if event == "fail":
                 self._queue.push(now + self._failures.back, number, "start")
-
-    def answered(self, number: int, clock: RequestClock, now: float) -> None:
-        """Failures do not depend on answers."""
 
     def figures(self, begin: float, end: float) -> dict[str, Any]:
         return {"replicas_failed": self._ended, "replicas_drained": self._drained}
@@ -281,29 +274,25 @@ class Autoscaling:
     goal: float = GOAL
 
 
-class ScaledReplicas:
+class ScaledReplicas(Changes):
     """Changes by how many requests meet their targets. slots: sequences in a step of each
     replica."""
 
     returns = True  # a replica is always there, or it starts
 
     def __init__(self, scaling: Autoscaling, targets: LatencyTargets, slots: int) -> None:
+        super().__init__()
         self._scaling = scaling
         self._targets = targets
         self._slots = slots
         self._rule = GoodputPolicy(scaling.goal)
         self._state: dict[str, Any] = {}  # what the rule has learned
         self._answers: dict[int, deque[tuple[float, bool]]] = {}
-        self._queue = EventQueue()
         self._paid: dict[int, float] = {}  # since when, of those that are there or start
         self._leaving: dict[int, float] = {}  # until when they may answer
         self._asked = (0, 0.0)  # what the rule asks for, one more or one less, since when
         self._seconds = 0.0
         self._most = self._added = self._removed = 0
-
-    @property
-    def at(self) -> float:
-        return self._queue.at
 
     def begin(self, cluster: Cluster, now: float) -> None:
         self._most = self._scaling.least

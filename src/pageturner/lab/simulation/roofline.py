@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.kernels.gpu.catalogue import ONE_EXCHANGE, exchange_bytes
 from pageturner.lab.planning.model_outline import Outline, kv_share
 from pageturner.lab.simulation.step_cost import one_by_one
@@ -57,7 +57,7 @@ def gpu_named(name: str) -> GPU:
     near = [known for known in GPUS if letters in _letters(known)]
     meant = f"did you mean {' or '.join(near)}? " if letters and near else ""
     message = f"unknown GPU {name!r}: {meant}known are {', '.join(GPUS)}; `plan --memory 24GB` is for any other"
-    raise EngineFault("bad_setting", message)
+    raise bad_setting(message)
 
 
 def _letters(name: str) -> str:
@@ -85,13 +85,11 @@ class Reach:
     def check(self) -> Reach:
         shares = (self.compute, self.bandwidth, self.memory)
         if not (all(0 < share <= 1 for share in shares) and self.overhead >= 0):
-            raise EngineFault(
-                "bad_setting", "--mfu, --mbu and the share of memory are above 0, at most 1"
-            )
+            raise bad_setting("--mfu, --mbu and the share of memory are above 0, at most 1")
         if not 0 <= self.host < float("inf"):
-            raise EngineFault("bad_setting", "--host-ms is 0 or more")
+            raise bad_setting("--host-ms is 0 or more")
         if not (0 <= self.link < float("inf") and 0 <= self.latency < float("inf")):
-            raise EngineFault("bad_setting", "--link-gb-s and --link-us are 0 or more")
+            raise bad_setting("--link-gb-s and --link-us are 0 or more")
         return self
 
 
@@ -254,5 +252,5 @@ def kv_tokens(
             f"{model.name} takes {(model.weights or 0) / 1e9:.1f} GB and {count} x {gpu.name} leave"
             f" {gpu.memory * reach.memory * count / 1e9:.1f} GB for weights and KV: give --gpus more"
         )
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     return tokens

@@ -12,7 +12,7 @@ from typing import Any
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import scheduler_of
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import CertainMisses, LatencyTargets
 from pageturner.lab.simulation.fleet import Roles, SimulatedTiers, TierSizes, fleets
@@ -151,19 +151,19 @@ class Scenario:
         do not exist."""
         if self.placement not in PLACEMENTS:
             message = f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
         if not 1 <= self.replicas <= MAX_REPLICAS:
             message = f"replicas are 1 to {MAX_REPLICAS:,}, not {self.replicas:,}"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
         if self.loads == "tokens" and (self.roles or self.failures or self.scaling):
             message = (
                 "loads are counted in requests where replicas have roles, or come and go: leave"
             )
-            raise EngineFault("bad_setting", f"{message} --loads tokens out")
+            raise bad_setting(f"{message} --loads tokens out")
         try:
             return scheduler_of(self.config, self.sizes, self.max_model_len)
         except ValueError as error:
-            raise EngineFault("bad_setting", str(error)) from error
+            raise bad_setting(str(error)) from error
 
 
 def sweep(

@@ -7,19 +7,22 @@ Must not know how requests are sent or measured.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
-import json
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from urllib.parse import urlsplit
+
+import msgspec
 
 from pageturner.config import flag_table
 from pageturner.config.flag_table import FlagParser, check_range
 from pageturner.errors import bad_setting
+from pageturner.http.http_client import ConnectionLost, parse_address
+from pageturner.lab.bench.client import CONNECT_TIMEOUT, get
 from pageturner.lab.traffic.prompt_text import PromptWriter
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
 from pageturner.lab.traffic.traffic_files import (
+    TraceRow,
     TraceScaling,
     read_trace,
     read_workload,
@@ -69,12 +72,17 @@ def _check(arguments: argparse.Namespace) -> None:
     check_range(arguments, "above 0", "rate_scale", "length_scale", "cap", "concurrency")
     if arguments.request_rate < 0 or arguments.num_prompts < 0:
         raise bad_setting("--request-rate and --num-prompts are 0 or more")
-    if arguments.trace and arguments.workload:
-        raise bad_setting("give --trace or --workload, not both")
+    check_load(arguments)
     if arguments.request_rate and (arguments.arrivals or arguments.rate_scale != 1.0):
         raise bad_setting(
             "--request-rate makes arrival times of its own: leave --arrivals and --rate-scale away"
         )
+
+
+def check_load(arguments: argparse.Namespace) -> None:
+    """EngineFault for flags of traces and workloads that contradict each other."""
+    if arguments.trace and arguments.workload:
+        raise bad_setting("give --trace or --workload, not both")
     if not arguments.trace and (arguments.oracle or arguments.length_scale != 1.0):
         raise bad_setting("--length-scale and --oracle go with --trace")
 
@@ -99,30 +107,59 @@ def _workload(arguments: argparse.Namespace) -> ServedTraffic:
     return ServedTraffic(requests, False, f"{about}; {how}")
 
 
-def _trace(arguments: argparse.Namespace) -> ServedTraffic:
+@dataclass(frozen=True, slots=True)
+class FlaggedTrace:
+    """The trace of --trace: all of its rows, how they are scaled, and the requests that fit, which
+    have no text yet."""
+
+    rows: list[TraceRow]
+    scaling: TraceScaling
+    requests: list[TrafficRequest]
+
+    @property
+    def left_out(self) -> str:
+        """The number of its requests that do not fit, in words."""
+        out = len(self.rows) - len(self.requests)
+        return f"{out} left out as longer than {self.scaling.context or 'unknown'}"
+
+
+def trace_from_flags(
+    arguments: argparse.Namespace, context: int, rate: float = 1.0
+) -> FlaggedTrace:
+    """The trace of these flags at so many times its rate. context: most tokens of a request, 0:
+    unknown. EngineFault where none of its requests fits."""
     rows = read_trace(arguments.trace, arguments.num_prompts, sessions=False)
-    if rows[0].arrival_s is None and not arguments.request_rate:
-        raise bad_setting(f"{arguments.trace.name} has no arrival times: give --request-rate")
     scaling = TraceScaling(
         length=arguments.length_scale,
-        rate=arguments.rate_scale,
+        rate=rate,
         cap=arguments.cap,
-        context=arguments.max_model_len or _context(arguments.base_url, arguments.api_key),
+        context=context,
         oracle=arguments.oracle,
     )
-    requests = prompt_writer(arguments).written(trace_requests(rows, scaling))
+    requests = trace_requests(rows, scaling)
     if not requests:
         raise bad_setting(
             f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap"
         )
+    return FlaggedTrace(rows, scaling, requests)
+
+
+def _trace(arguments: argparse.Namespace) -> ServedTraffic:
+    context = arguments.max_model_len or _context(arguments.base_url, arguments.api_key)
+    found = trace_from_flags(arguments, context, arguments.rate_scale)
+    rows = found.rows
+    scaling = found.scaling
+    if rows[0].arrival_s is None and not arguments.request_rate:
+        raise bad_setting(f"{arguments.trace.name} has no arrival times: give --request-rate")
     cut = sum(scaling.fits(row) and scaling.cuts(row) for row in rows)
     told = "ORACLE: the server is told every length" if scaling.oracle else "no oracle"
     about = (
         f"{arguments.trace.name} (sha256 {file_digest(arguments.trace)}), the first {len(rows)},"
         f" lengths x {scaling.length:g}, rate x {scaling.rate:g}, cap {scaling.cap} ({told});"
-        f" {len(rows) - len(requests)} left out as longer than {scaling.context or 'unknown'},"
+        f" {found.left_out},"
         f" {cut} answers cut by the cap; open loop"
     )
+    requests = prompt_writer(arguments).written(found.requests)
     return ServedTraffic(requests, True, about)
 
 
@@ -145,18 +182,13 @@ def prompt_writer(arguments: argparse.Namespace) -> PromptWriter:
 
 def _context(base_url: str, api_key: str) -> int:
     """max_model_len of the server's first model, in tokens; 0 if it does not say."""
-    parts = urlsplit(base_url)
-    connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        connection.request(
-            "GET", parts.path.rstrip("/").removesuffix("/v1") + "/v1/models", headers=headers
+        _, body = asyncio.run(
+            get(parse_address(base_url, "--base-url"), "/v1/models", api_key, CONNECT_TIMEOUT)
         )
-        return int(json.load(connection.getresponse())["data"][0]["max_model_len"])
-    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return int(msgspec.json.decode(body)["data"][0]["max_model_len"])
+    except (ConnectionLost, msgspec.DecodeError, ValueError, LookupError, TypeError):
         return 0
-    finally:
-        connection.close()
 
 
 def file_digest(path: Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.lab.traffic.prompt_text import WORDS
 from pageturner.lab.traffic.traffic import OpenLoop, Sessions, SessionTurn, TrafficRequest
 from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling, trace_requests
@@ -32,9 +32,7 @@ def arrival_times(rate: float, cv: float, seed: int) -> Iterator[float]:
     """Times whose gaps are from a Gamma distribution with a mean of 1 / rate seconds and this
     coefficient of variation: 1 is a Poisson process, more comes in bursts."""
     if not (rate > 0 and cv > 0):
-        raise EngineFault(
-            "bad_setting", f"a rate and its variation are more than 0, not {rate} and {cv}"
-        )
+        raise bad_setting(f"a rate and its variation are more than 0, not {rate} and {cv}")
     dice = random.Random(seed)
     shape, at = 1 / cv**2, 0.0
     while True:
