@@ -244,8 +244,8 @@ def edit_on_device(
 def _launch_edit(ops: Chooser, logits: GpuArray, entries: _Entries) -> None:
     whole = ops.on_device(np.array([entry[:4] for entry in entries], np.int32))
     amounts = ops.on_device(np.array([entry[4] for entry in entries], np.float32))
-    arguments = (logits.address, whole.address, amounts.address, len(entries), logits.shape[1])
-    ops.driver.launch("edit", (-(-len(entries) // GROUP_ROWS),), arguments)
+    grid = (-(-len(entries) // GROUP_ROWS),)
+    ops.launches.launch("edit", grid, logits, whole, amounts, len(entries), logits.shape[1])
 
 
 def _forbid(ops: Chooser, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
@@ -267,8 +267,8 @@ def _forbid(ops: Chooser, logits: GpuArray, allowed: Allowed | None, edits: Edit
             masks.append(np.ascontiguousarray(bits[0]).view(np.int32))
     if rows:
         mask, which = ops.on_device(np.stack(masks)), ops.on_device(np.array(rows, np.int32))
-        arguments = (logits.address, mask.address, which.address, mask.shape[1], vocabulary)
-        ops.driver.launch("forbid", (len(rows), -(-vocabulary // GROUP_ROWS)), arguments)
+        grid = (len(rows), -(-vocabulary // GROUP_ROWS))
+        ops.launches.launch("forbid", grid, logits, mask, which, mask.shape[1], vocabulary)
 
 
 def sample_on_device(ops: Chooser, logits: GpuArray, draw: Draw) -> tuple[I32, F32]:
@@ -300,28 +300,29 @@ def launch_draw(
     """A token for each row and its logit. parameters: addresses of the arrays of a Draw; cuts:
     whether rows may have top-k or top-p; out: addresses of ids and logits."""
     rows, vocabulary = logits.shape
-    take, launch = ops.arena.take, ops.driver.launch
+    take, launch = ops.arena.take, ops.launches.launch
     if rows > MAX_SPLIT_TILES:
         raise EngineFault("gpu_memory", f"{rows} rows have no counters: fewer at once")
     chunks = -(-vocabulary // (VOCABULARY_TILE * VOCABULARY_SEGMENTS))
     grid = rows, -(-vocabulary // (VOCABULARY_TILE * chunks))
-    pairs = take((rows, VOCABULARY_SEGMENTS), "i64").address
-    masses = take((rows, 2 * VOCABULARY_SEGMENTS), "fp64").address
-    counts = take((rows, VOCABULARY_SEGMENTS, SAMPLE_PLACES), "i32").address
-    places, scales = take((rows, VOCABULARY_SEGMENTS + 4), "i32").address, take((rows, 2)).address
-    arrived, last = ops.arena.counters, take((rows,), "i64").address
+    pairs = take((rows, VOCABULARY_SEGMENTS), "i64")
+    masses = take((rows, 2 * VOCABULARY_SEGMENTS), "fp64")
+    counts = take((rows, VOCABULARY_SEGMENTS, SAMPLE_PLACES), "i32")
+    places = take((rows, VOCABULARY_SEGMENTS + 4), "i32")
+    scales = take((rows, 2))
+    last = take((rows,), "i64")
+    arrived = ops.arena.counters
     size = vocabulary, chunks
-    given = logits.address, *parameters[:4], pairs
-    best = counts, places, scales, masses, arrived
-    launch("sample.best.cuts" if cuts else "sample.best", grid, (*given, *best, *size))
+    given = logits, *parameters[:4], pairs
+    name = "sample.best.cuts" if cuts else "sample.best"
+    launch(name, grid, *given, counts, places, scales, masses, arrived, *size)
     if cuts:
-        found = take((rows, SAMPLE_MOST), "i32").address
-        launch("sample.collect", grid, (*given, scales, places, masses, found, *size))
+        found = take((rows, SAMPLE_MOST), "i32")
+        launch("sample.collect", grid, *given, scales, places, masses, found, *size)
         few = pairs, places, masses, found, last, *out
         bounds = vocabulary, grid[1], VOCABULARY_TILE * chunks
-        launch("sample.cut", (rows,), (logits.address, *parameters, *few, *bounds))
-    drawn = pairs, masses, last, arrived, *out
-    launch("sample.draw", grid, (logits.address, *parameters, *drawn, *size))
+        launch("sample.cut", (rows,), logits, *parameters, *few, *bounds)
+    launch("sample.draw", grid, logits, *parameters, pairs, masses, last, arrived, *out, *size)
 
 
 def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:

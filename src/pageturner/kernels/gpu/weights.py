@@ -67,6 +67,16 @@ class FloatMatrix:
         """The part of a kernel's name that says its kind."""
         return self.kind
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The addresses that a launch takes of it."""
+        return (self.address,)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The numbers that a launch takes of what is added to its elements: none."""
+        return ()
+
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
         return (("address", self.columns * BYTES[self.kind]),)
@@ -119,6 +129,16 @@ class Groups:
         if self.group == 0:
             return "fp8"
         return f"{self.bits}.{self.group}" + (".fp16" if self.scales == "fp16" else "")
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The addresses that a launch takes of it."""
+        return self.q, self.high, self.scale, self.low
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The numbers that a launch takes: whether there are lows, and the zero."""
+        return int(self.low != 0), self.zero
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
