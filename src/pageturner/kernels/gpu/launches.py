@@ -209,7 +209,7 @@ class Launches:
         self.launch(name, grid, *arrays, *w.offsets, *flags, *shape, chunk, parts)
         return out
 
-    def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
+    def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int, ...]:
         """Return the grid of a persistent kernel: a program for each tile, or for each
         multiprocessor."""
         return (min(_tiles(rows, ring.m) * _tiles(outputs, ring.n), self.driver.multiprocessors),)
