@@ -24,6 +24,7 @@ from pageturner.kernels.choosing import (
     LogprobsWanted,
     SamplerOutput,
 )
+from pageturner.kernels.composites import add_candidates, add_top_logprobs
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
 from pageturner.kernels.gpu.adapter_rows import of_wanted
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
@@ -139,7 +140,8 @@ class Chooser:
             edit_on_device(self, logits, masks, mine)
             ids[part], values[part] = sample_on_device(self, logits, _of(args.draw, part))
             if wanted is not None and found is not None:
-                _logprobs(raw, asked, found)
+                if len(asked):
+                    add_top_logprobs(_HOST, raw, found, asked)
                 _candidates(raw, asked, found, (ids, values), args)
                 found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
 
@@ -347,16 +349,6 @@ def rows_to_host(ops: Chooser, logits: GpuArray, rows: I32) -> F32:
     return out
 
 
-def _logprobs(raw: F32, asked: I32, found: Logprobs) -> None:
-    """raw: the logits of the rows that ask."""
-    if not len(asked):
-        return
-    ids, values = found.top
-    lse, best, _ = _HOST.top_logprobs(raw, ids.shape[1])
-    found.lse[asked], ids[asked] = lse, best
-    values[asked] = np.take_along_axis(raw, best, 1) - lse[:, None]
-
-
 def _candidates(
     raw: F32, asked: I32, found: Logprobs, chosen: tuple[I32, F32], args: ChooseArgs
 ) -> None:
@@ -372,9 +364,7 @@ def _candidates(
     logits = raw[here] - found.lse[searching, None]
     masks = None if args.allowed is None else args.allowed[searching]
     apply_edits(logits, masks, None if edits is None else [edits[row] for row in searching])
+    add_candidates(_HOST, logits, found, searching)
     best, best_values = found.candidates
-    with np.errstate(invalid="ignore"):
-        best[searching] = _HOST.top_logprobs(logits, best.shape[1])[1]
-    best_values[searching] = np.take_along_axis(logits, best[searching], 1)
     ids[searching] = best[searching, 0]
     values[searching] = best_values[searching, 0]
