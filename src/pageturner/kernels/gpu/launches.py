@@ -82,16 +82,11 @@ class GpuKV:
         far as there are any. A block that travels is these bytes, in this order."""
         spec = self.spec
         heads = spec.block_size * spec.kv_heads
-        wide = heads * spec.stored_head * KV_TYPES[spec.dtype]
-        every = (
-            (self.keys, wide, self.layer_bytes),
-            (self.values, wide, self.layer_bytes),
-            (self.k_scales, 4 * heads, self.layer_scales),
-            (self.v_scales, 4 * heads, self.layer_scales),
-        )
+        rows = heads * spec.stored_head * KV_TYPES[spec.dtype], self.layer_bytes
+        scales = 4 * heads, self.layer_scales
         return [
             Rows(base + block * nbytes, nbytes, spec.layers, pitch)
-            for base, nbytes, pitch in every
+            for base, (nbytes, pitch) in zip(self.at(0), (rows, rows, scales, scales), strict=True)
             if base
         ]
 

@@ -149,7 +149,7 @@ class GpuOps(Chooser, Composites):
 
     def free_kv(self, kv: GpuKV) -> None:
         """Give its memory back; nothing may use it any more."""
-        for address in filter(None, (kv.keys, kv.values, kv.k_scales, kv.v_scales)):
+        for address in filter(None, kv.at(0)):
             self.driver.free(address)
 
     def block_bytes(self, kv: GpuKV) -> int:
