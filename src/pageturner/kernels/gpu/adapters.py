@@ -187,12 +187,12 @@ class GpuAdapters:
         room = self._room
         assert room is not None  # there is an adapter
         one = 4 * LORA_ROWS * width * programs
-        at_once = min(len(tiles), (room.size - room.mark) // one - 1)
+        at_once = max(min(len(tiles), (room.size - room.mark) // one - 1), 1)
         mark = room.mark
-        h = room.take((programs, max(at_once, 1) * LORA_ROWS, width))
+        h = room.take((programs, at_once * LORA_ROWS, width))
         room.reset(mark)
-        begins = range(0, len(tiles), max(at_once, 1))
-        counts = [min(max(at_once, 1), len(tiles) - begin) for begin in begins]
+        begins = range(0, len(tiles), at_once)
+        counts = [min(at_once, len(tiles) - begin) for begin in begins]
         return [
             (GpuArray(tiles.address + 16 * begin, (count, 4), "i32"), h)
             for begin, count in zip(begins, counts, strict=True)

@@ -7,6 +7,7 @@ Owns how edits become launches. Meaning and order are those of kernels/edits.py 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,18 +71,17 @@ def _entries(row: int, edit: Edit) -> list[_Entries]:
             assert isinstance(edit.value, list)
             found: list[_Entries] = []
             places: dict[int, int] = {}
-            for token, value in zip(edit.ids, edit.value, strict=True):
+            for token, amount in zip(edit.ids, edit.value, strict=True):
                 place = places[token] = places.get(token, -1) + 1
                 if place == len(found):
                     found.append([])
-                found[place].append((row, token, operation, 1, value))
+                found[place].append((row, token, operation, 1, amount))
             return found
         case _:
             assert not isinstance(edit.value, list)
-            counts: dict[int, int] = {}
-            for token in edit.ids:
-                counts[token] = counts.get(token, 0) + 1
-            return [[(row, token, operation, count, edit.value) for token, count in counts.items()]]
+            value = edit.value
+            counts = Counter(edit.ids).items()
+            return [[(row, token, operation, count, value) for token, count in counts]]
 
 
 @dataclass(frozen=True, slots=True)
