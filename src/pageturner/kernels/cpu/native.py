@@ -87,12 +87,8 @@ class NativeOps(Composites):
     def pack_weight(self, tensor: Tensor) -> Weight:
         """A packed matrix (also for `embed`), or an fp32 vector. EngineFault: an unknown kind."""
         if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
-            return (
-                np.array(tensor.data)
-                .view(_VECTORS[tensor.kind])
-                .astype(np.float32)
-                .reshape(tensor.shape)
-            )
+            values = np.array(tensor.data).view(_VECTORS[tensor.kind])
+            return values.astype(np.float32).reshape(tensor.shape)
         if tensor.kind not in _SOURCES or len(tensor.shape) != 2:
             raise EngineFault(
                 "unsupported_weight",
