@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -505,15 +504,13 @@ def a_driver_that_cannot_compile_ptx(manifest: Manifest) -> None:
 def a_call_that_is_absent(manifest: Manifest) -> None:
     """It is told as an old driver, and whatever else the package fails with is not."""
     driver = CudaDriver(manifest)
-    found = fault(
-        lambda: driver._ask("cuMemPrefetchAsync", 1, 1, driver._cu.CUmemLocation(), 0, 0)
-    )
+    found = fault(lambda: driver._ask("cuMemPrefetchAsync", 1, 1, driver._cu.CUmemLocation(), 0, 0))
     assert (found.code, "too old" in found.message) == ("gpu_driver", True)
 
     def other() -> None:
         raise RuntimeError("something else")
 
-    driver._cu = SimpleNamespace(other=other)
+    driver._cu.other = other
     found = fault(lambda: driver._ask("other"))
     assert (found.code, found.message) == ("gpu_fault", "other failed: something else")
 
