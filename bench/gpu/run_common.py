@@ -23,7 +23,7 @@ from pageturner.errors import EngineFault  # noqa: E402
 from pageturner.kernels.base import AttentionShape, Batch, KVSpec, Layer, Rope, Stack, Tensor  # noqa: E402
 from pageturner.kernels.choosing import Head  # noqa: E402
 from pageturner.kernels.gpu.ops import GpuOps  # noqa: E402
-from pageturner.kernels.gpu.weights import to_bf16  # noqa: E402
+from pageturner.kernels.reference_arrays import to_bf16  # noqa: E402
 
 BLOCK = 16
 # How many parts of `run.py --together` share the device; 0: none. Its memory and the models are cut then.

@@ -35,7 +35,8 @@ from pageturner.kernels.base import Tensor
 from pageturner.kernels.gpu.arrays import BYTES, padded
 from pageturner.kernels.gpu.catalogue import GROUPED
 from pageturner.kernels.gpu.ops import GpuOps
-from pageturner.kernels.gpu.weights import BLOCK_ROWS, FloatMatrix, Groups, to_bf16
+from pageturner.kernels.gpu.weights import BLOCK_ROWS, FloatMatrix, Groups
+from pageturner.kernels.reference_arrays import to_bf16
 
 HEIGHTS = (1, 8, 9, 16, 17, 64, 65, 300)  # rows
 SIZE = (1040, 4096)  # of a weight: the last tile of its rows is not full, and it is cut into parts

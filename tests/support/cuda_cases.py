@@ -504,15 +504,14 @@ def a_driver_that_cannot_compile_ptx(manifest: Manifest) -> None:
 def a_call_that_is_absent(manifest: Manifest) -> None:
     """It is told as an old driver, and whatever else the package fails with is not."""
     driver = CudaDriver(manifest)
-    found = fault(
-        lambda: driver._ask(driver._cu.cuMemPrefetchAsync, 1, 1, driver._cu.CUmemLocation(), 0, 0)
-    )
+    found = fault(lambda: driver._ask("cuMemPrefetchAsync", 1, 1, driver._cu.CUmemLocation(), 0, 0))
     assert (found.code, "too old" in found.message) == ("gpu_driver", True)
 
     def other() -> None:
         raise RuntimeError("something else")
 
-    found = fault(lambda: driver._ask(other))
+    driver._cu.other = other
+    found = fault(lambda: driver._ask("other"))
     assert (found.code, found.message) == ("gpu_fault", "other failed: something else")
 
 

@@ -70,7 +70,7 @@ COMPOSED = frozenset(
         "low_rank_queries",  # Latent.q_down
         "expert_choice",  # Experts.choice
         "shared_switch",  # Experts.shared_switch
-        "recurrent",  # recurrent.RecurrentOps, and Layer.linear
+        "recurrent",  # the operations of RecurrentReference, and Layer.linear
         "attn_gate",  # Layer.attn_gate
         "expert_norms",  # Experts.norm, and those beside it
         "shared_kv",  # layers without k

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapters, of_rows
@@ -34,7 +33,6 @@ from pageturner.kernels.choosing import (
     Draw,
     Head,
     Logprobs,
-    LogprobsWanted,
     SamplerOutput,
 )
 from pageturner.kernels.edits import apply_edits
@@ -204,14 +202,17 @@ class Composites:
         raw, found, wanted = logits, None, args.wanted
         if wanted is not None:
             raw = logits.copy()
-            found = _top_logprobs(self, raw, wanted)
+            found = Logprobs.room_for(wanted)
+            add_top_logprobs(self, raw, found, slice(None))
             searching = wanted.candidates > 0
             logits[searching] -= found.lse[searching, None]
         apply_edits(logits, args.allowed, args.edits)
         ids = _sample(self, logits, args.draw)
         rows = np.arange(len(ids))
         if found is not None:
-            _add_candidates(self, logits, found, ids, searching)
+            if searching.any():
+                add_candidates(self, logits[searching], found, searching)
+                ids[searching] = found.candidates[0][searching, 0]
             found.chosen[:] = raw[rows, ids] - found.lse
         return SamplerOutput(ids, logits[rows, ids], found)
 
@@ -455,13 +456,12 @@ def _lacking(ops: Any, feature: str) -> NoReturn:
     raise EngineFault("model_unsupported", message)
 
 
-def _top_logprobs(ops: Ops, raw: F32, wanted: LogprobsWanted) -> Logprobs:
-    found = Logprobs.room_for(wanted)
+def add_top_logprobs(ops: Ops, raw: F32, found: Logprobs, rows: Any) -> None:
+    """The likeliest tokens of these rows, whose raw logits are given."""
     ids, values = found.top
-    found.lse[:], ids[:], _ = ops.top_logprobs(raw, ids.shape[1])
+    found.lse[rows], ids[rows], _ = ops.top_logprobs(raw, ids.shape[1])
     # the same subtraction as for the chosen token, so that it is told with one value, not two
-    values[:] = np.take_along_axis(raw, ids, 1) - found.lse[:, None]
-    return found
+    values[rows] = np.take_along_axis(raw, ids[rows], 1) - found.lse[rows][:, None]
 
 
 def _sample(ops: Ops, logits: F32, draw: Draw) -> I32:
@@ -472,13 +472,9 @@ def _sample(ops: Ops, logits: F32, draw: Draw) -> I32:
     return ops.sample(logits, *draw)
 
 
-def _add_candidates(
-    ops: Ops, logits: F32, found: Logprobs, ids: I32, searching: NDArray[np.bool_]
-) -> None:
-    """The candidates of rows that search, and the first of them as the token."""
-    if searching.any():
-        best, values = found.candidates
-        with np.errstate(invalid="ignore"):  # rows of minus infinity, where nothing may be chosen
-            best[searching] = ops.top_logprobs(logits[searching], best.shape[1])[1]
-        values[:] = np.take_along_axis(logits, best, 1)
-        ids[searching] = best[searching, 0]
+def add_candidates(ops: Ops, logits: F32, found: Logprobs, rows: Any) -> None:
+    """The candidates of these rows, whose edited logprobs are given."""
+    best, values = found.candidates
+    with np.errstate(invalid="ignore"):  # rows of minus infinity, where nothing may be chosen
+        best[rows] = ops.top_logprobs(logits, best.shape[1])[1]
+    values[rows] = np.take_along_axis(logits, best[rows], 1)

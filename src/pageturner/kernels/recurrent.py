@@ -22,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import F32, Array, Batch, StateTables, Weight
+from pageturner.kernels.base import F32, Batch, StateTables
 
 CHUNK = 32
 COLUMNS = 16  # of a state that lie together
@@ -211,39 +211,3 @@ class GatedNorm:
     group: int
     gate_first: bool
     act: str = "silu"  # of the gate, or "sigmoid"
-
-
-class RecurrentOps(Protocol):
-    """The operations that a backend with the feature "recurrent" has beside `Ops`, batch-invariant
-    as these are."""
-
-    def conv_rows(self, x: Array, conv: Conv, place: Place) -> Array:
-        """A causal convolution of each channel of x [T, channels], after x is rounded
-        to the type of the tail: products with the oldest position first, zeros before position 0.
-        The rounded rows go to the tail, and the last of them before each state that is wanted to
-        its slot."""
-
-    def l2norm(self, x: Array, head_dim: int, eps: float, scale: float) -> Array:
-        """scale * x / sqrt(sum(x^2) + eps) of each head of x [T, heads * head_dim]."""
-
-    def linear_gates(self, a: Array, b: Array | None, rates: Rates) -> tuple[Array, Array]:
-        """Return g = decay * dt and beta = sigmoid(b), or dt where there is no b, with dt =
-        clip(softplus(a + dt_bias)); all [T, value heads]."""
-
-    def linear_rows(
-        self,
-        qkv: tuple[Array, Array, Array],
-        gates: tuple[Array, Array],
-        rule: StateRule,
-        place: Place,
-    ) -> Array:
-        """The recurrence that recurrent.py defines, over q and k [T, key heads *
-        key_dim], v [T, value heads * value_dim] and gates g and beta [T, value heads]: outputs as
-        v. k, u and g go to the tail, and states that are wanted to their slots."""
-
-    def gated_norm(self, x: Array, gate: Array, weight: Weight, norm: GatedNorm) -> Array:
-        """RMSNorm of every `group` columns of x [T, n], times weight [group or n];
-        the activation of the gate is multiplied before the norm or behind it."""
-
-    def gate_mul(self, x: Array, gate: Array) -> Array:
-        """x * sigmoid(gate)."""

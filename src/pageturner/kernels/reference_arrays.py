@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.formats import float8, ggml
+from pageturner.kernels.adapters import widened
 from pageturner.kernels.base import F32, I32
 
 
@@ -135,13 +136,16 @@ def _through_int8(heads: F32) -> F32:
     return np.asarray(np.rint(exact) * scale[..., None])
 
 
+def to_bf16(values: F32) -> NDArray[np.uint16]:
+    """The bits of bfloat16, rounded half to even; those of a NaN may be of any number."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
 def _through_bfloat16(heads: F32) -> F32:
-    """The same as bfloat16, rounded half to even."""
-    bits = np.ascontiguousarray(heads).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(
-        0xFFFF0000
-    )
-    return np.where(np.isnan(heads), heads, rounded.view(np.float32))
+    """The same as bfloat16."""
+    return np.where(np.isnan(heads), heads, widened("BF16", to_bf16(heads)))
 
 
 def _through_scaled_fp8(heads: F32) -> F32:

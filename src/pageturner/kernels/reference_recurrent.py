@@ -177,10 +177,13 @@ def linear_end(chunk: ChunkState) -> F32:
 
 
 class RecurrentReference:
-    """The operations of recurrent layers; `RecurrentOps` says what each is."""
+    """The operations that a backend with the feature "recurrent" has beside `Ops`, batch-invariant
+    as these are."""
 
     def conv_rows(self, x: F32, conv: Conv, place: Place) -> F32:
-        """The convolution of each row with the rows before it; `RecurrentOps` says what is kept."""
+        """A causal convolution of each channel of x [T, channels], after x is rounded to the type
+        of the tail: products with the oldest position first, zeros before position 0. The rounded
+        rows go to the tail, and the last of them before each state that is wanted to its slot."""
         dtype = place.cache.spec.dtype
         kept = place.cache.part("x", place.layer)
         past = place.cache.part("past", place.layer)
@@ -218,7 +221,8 @@ class RecurrentReference:
         return (heads * factor).reshape(x.shape)
 
     def linear_gates(self, a: F32, b: F32 | None, rates: Rates) -> tuple[F32, F32]:
-        """g and beta of each row and value head."""
+        """Return g = decay * dt and beta = sigmoid(b), or dt where there is no b, with dt =
+        clip(softplus(a + dt_bias)); all [T, value heads]."""
         x = (a + rates.dt_bias).astype(np.float64)
         dt = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
         dt = np.clip(dt, rates.low, rates.high).astype(np.float32)
@@ -234,7 +238,9 @@ class RecurrentReference:
         rule: StateRule,
         place: Place,
     ) -> F32:
-        """Outputs [T, value heads * value_dim] of the recurrence; `RecurrentOps` says what is kept."""
+        """The recurrence that recurrent.py defines, over q and k [T, key heads * key_dim], v [T,
+        value heads * value_dim] and gates g and beta [T, value heads]: outputs as v. k, u and g go
+        to the tail, and states that are wanted to their slots."""
         spec = place.cache.spec
         q, k = (x.reshape(len(x), spec.key_heads, spec.key_dim) for x in qkv[:2])
         v = qkv[2].reshape(len(q), spec.value_heads, spec.value_dim)
@@ -272,7 +278,8 @@ class RecurrentReference:
         return out.reshape(len(out), -1)
 
     def gated_norm(self, x: F32, gate: F32, weight: F32, norm: GatedNorm) -> F32:
-        """RMSNorm of groups of columns, times weight, with a gate before or behind."""
+        """RMSNorm of every `group` columns of x [T, n], times weight [group or n]; the activation
+        of the gate is multiplied before the norm or behind it."""
         gate = _GATES[norm.act](gate)
         if norm.gate_first:
             x = x * gate

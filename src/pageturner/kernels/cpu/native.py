@@ -43,7 +43,7 @@ from pageturner.kernels.choosing import (
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.cpu import native_views as views
 from pageturner.kernels.cpu.native_module import choose_isa, module
-from pageturner.kernels.cpu.native_views import attention_options, first_of_heads, joined
+from pageturner.kernels.cpu.native_views import attention_options, first_of_heads
 from pageturner.kernels.recurrent import Conv, GatedNorm, Place, Rates, StateRule
 
 _SOURCES = [  # in the order of pt::Source
@@ -87,12 +87,8 @@ class NativeOps(Composites):
     def pack_weight(self, tensor: Tensor) -> Weight:
         """A packed matrix (also for `embed`), or an fp32 vector. EngineFault: an unknown kind."""
         if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
-            return (
-                np.array(tensor.data)
-                .view(_VECTORS[tensor.kind])
-                .astype(np.float32)
-                .reshape(tensor.shape)
-            )
+            values = np.array(tensor.data).view(_VECTORS[tensor.kind])
+            return values.astype(np.float32).reshape(tensor.shape)
         if tensor.kind not in _SOURCES or len(tensor.shape) != 2:
             raise EngineFault(
                 "unsupported_weight",
@@ -259,7 +255,8 @@ class NativeOps(Composites):
 
     def join_heads(self, x: F32, y: F32, heads: int) -> F32:
         """Join, for each head, its columns of x and its columns of y."""
-        return joined(x, y, heads)
+        parts = [a.reshape(len(a), heads, -1) for a in (x, y)]
+        return np.concatenate(parts, axis=2).reshape(len(x), -1)
 
     def activate(self, x: F32, act: str) -> F32:
         """An activation of each element, written into x."""

@@ -100,12 +100,6 @@ def first_of_heads(x: F32, shape: AttentionShape) -> F32:
     return np.ascontiguousarray(heads).reshape(len(x), -1)
 
 
-def joined(x: F32, y: F32, heads: int) -> F32:
-    """Join, for each head, its columns of x [T, heads * A] and those of y [T, heads * B]."""
-    parts = [a.reshape(len(a), heads, -1) for a in (x, y)]
-    return np.concatenate(parts, axis=2).reshape(len(x), -1)
-
-
 def attach_views(layer: Layer) -> None:
     """Attach the C++ view of the layer, which borrows its weights, or of what C++ computes of
     it."""

@@ -163,24 +163,10 @@ class GpuAdapters:
             programs, width = -(-parts // each), len(sizes) * most * LORA_RANKS
             compute = lora_compute(x.kind, of.kind)
             for tiles, h in self._first(of.tiles, width, programs):
-                height = len(tiles) * LORA_ROWS
-                arguments = (
-                    x.address,
-                    of.rows.address,
-                    tiles.address,
-                    of.bases.address,
-                    h.address,
-                    place,
-                    most,
-                    height,
-                    width,
-                    each,
-                    chunk,
-                    parts,
-                    x.shape[1],
-                )
+                shape = len(tiles) * LORA_ROWS, width, each, chunk, parts, x.shape[1]
                 grid = (len(tiles), len(sizes) * most, programs)
-                self._driver.launch(f"lora_shrink.{x.kind}.{of.kind}", grid, arguments)
+                given = x, of.rows, tiles, of.bases, h, place, most
+                self._run.launch(f"lora_shrink.{x.kind}.{of.kind}", grid, *given, *shape)
                 self._second(of, tiles, h, y, place, sizes, compute, most, programs)
 
     def add_embedded(self, adapted: AdaptedRows, x: GpuArray, tokens: GpuArray) -> None:
@@ -191,17 +177,8 @@ class GpuAdapters:
                 continue
             width = most * LORA_RANKS
             for tiles, h in self._first(of.tiles, width, 1):
-                arguments = (
-                    tokens.address,
-                    self._run.chosen,
-                    of.rows.address,
-                    tiles.address,
-                    of.bases.address,
-                    h.address,
-                    EMBED,
-                    width,
-                )
-                self._driver.launch(f"lora_pick.{of.kind}", (len(tiles), most), arguments)
+                given = tokens, self._run.chosen, of.rows, tiles, of.bases, h, EMBED, width
+                self._run.launch(f"lora_pick.{of.kind}", (len(tiles), most), *given)
                 self._second(of, tiles, h, x, EMBED, (x.shape[1],), of.kind, most, 1)
 
     def _first(self, tiles: GpuArray, width: int, programs: int) -> list[tuple[GpuArray, GpuArray]]:
@@ -210,12 +187,12 @@ class GpuAdapters:
         room = self._room
         assert room is not None  # there is an adapter
         one = 4 * LORA_ROWS * width * programs
-        at_once = min(len(tiles), (room.size - room.mark) // one - 1)
+        at_once = max(min(len(tiles), (room.size - room.mark) // one - 1), 1)
         mark = room.mark
-        h = room.take((programs, max(at_once, 1) * LORA_ROWS, width))
+        h = room.take((programs, at_once * LORA_ROWS, width))
         room.reset(mark)
-        begins = range(0, len(tiles), max(at_once, 1))
-        counts = [min(max(at_once, 1), len(tiles) - begin) for begin in begins]
+        begins = range(0, len(tiles), at_once)
+        counts = [min(at_once, len(tiles) - begin) for begin in begins]
         return [
             (GpuArray(tiles.address + 16 * begin, (count, 4), "i32"), h)
             for begin, count in zip(begins, counts, strict=True)
@@ -235,22 +212,9 @@ class GpuAdapters:
     ) -> None:
         height, width = len(tiles) * LORA_ROWS, h.shape[2]
         columns = (*sizes, 0, 0)[:3]
-        arguments = (
-            h.address,
-            of.rows.address,
-            tiles.address,
-            of.bases.address,
-            y.address,
-            place,
-            most,
-            height,
-            width,
-            programs,
-            y.row,
-            *columns,
-        )
         grid = (sum(-(-n // LORA_OUTPUTS) for n in columns), len(tiles))
-        self._driver.launch(f"lora_expand.{compute}.{of.kind}", grid, arguments)
+        given = h, of.rows, tiles, of.bases, y, place, most, height, width, programs, y.row
+        self._run.launch(f"lora_expand.{compute}.{of.kind}", grid, *given, *columns)
 
 
 # -- how an adapter lies ---------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from pageturner.kernels.gpu.catalogue import MAX_SPLIT_TILES
 from pageturner.kernels.gpu.driver import Driver
 
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "i32": 4, "i64": 8, "u8": 1, "i8": 1}
-NUMPY = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
 ALIGNED = 256
 
 

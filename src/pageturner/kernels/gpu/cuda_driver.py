@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ OLDEST_DRIVER = 12000  # CUDA 12.0
 DEPENDENT_DRIVER = (
     12030  # from here on a recording keeps which kernels may begin beside the one in front
 )
-SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
-PAGE = 16 << 20  # each of the two of large ones
+SLOT, SLOTS = 1 << 20, 16  # bytes and number of the pinned buffers of small uploads
+PAGE = 16 << 20  # bytes of each of the two of large ones
 SLICE = 4 << 20  # of what is kept
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
@@ -121,14 +122,14 @@ class CudaDriver:
         self._device = device = self._found(ordinal)
         attribute = cu.CUdevice_attribute
         major, minor, self.multiprocessors = (
-            self._ask(cu.cuDeviceGetAttribute, one, device)
+            self._ask("cuDeviceGetAttribute", one, device)
             for one in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
                 attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
             )
         )
-        self.name = self._ask(cu.cuDeviceGetName, 256, device).partition(b"\0")[0].decode()
+        self.name = self._ask("cuDeviceGetName", 256, device).partition(b"\0")[0].decode()
         begin = time.perf_counter()
         manifest = manifest or Manifest()
         self.architecture, portable = manifest.choose(10 * major + minor)
@@ -147,9 +148,7 @@ class CudaDriver:
         self._memory: set[int] = set()
         self._opened: list[int] = []  # memory of other processes
         self._buffers: list[tuple[int, Any]] = []
-        self._pages: list[tuple[int, Any]] = []
-        self._later: list[tuple[int, Any]] = []
-        self._turn = 0
+        self._turns: dict[int, Iterator[tuple[int, Any]]] = {}
         self._thread, self._recording = threading.get_ident(), False  # of those who step
         self._behind_kernel = False  # whether the last call was a launch
         self._keeping = threading.Lock()
@@ -157,10 +156,10 @@ class CudaDriver:
         self._kept: set[int] = set()
         self._dropped: deque[int] = deque()
         self._stream: Any = None
-        self._context = self._ask(cu.cuDevicePrimaryCtxRetain, device)
+        self._context = self._ask("cuDevicePrimaryCtxRetain", device)
         try:
-            self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
+            self._stream = self._ask("cuStreamCreate", cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._buffer(SLOT)  # all of them: no upload should wait for memory
         except EngineFault:
             self.close()
             raise
@@ -181,17 +180,17 @@ class CudaDriver:
         if int(result):
             message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
             raise EngineFault("gpu_absent", message)
-        version = self._ask(cu.cuDriverGetVersion)
+        version = self._ask("cuDriverGetVersion")
         self.version = f"CUDA {version}{_installed()}"
         self.dependent_launch = version >= DEPENDENT_DRIVER
         self._cuda = version
         self._need(OLDEST_DRIVER, "")
-        count = self._ask(cu.cuDeviceGetCount)
+        count = self._ask("cuDeviceGetCount")
         if ordinal >= count:
             raise EngineFault(
                 "gpu_absent", f"there are {count} CUDA devices here; use --device cpu"
             )
-        return self._ask(cu.cuDeviceGet, ordinal)
+        return self._ask("cuDeviceGet", ordinal)
 
     def _need(self, version: int, what_for: str) -> None:
         """EngineFault('gpu_driver') where the NVIDIA driver is for a CUDA older than this
@@ -236,20 +235,21 @@ class CudaDriver:
         self._threads.entered = True
         self._cu.cuCtxSetCurrent(self._context)
 
-    def _ask(self, function: Any, *arguments: Any) -> Any:
-        """Return what a call gives. EngineFault for whatever it fails with: afterwards the context
-        is of no use."""
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """Return what a call of the driver gives. EngineFault for whatever it fails with:
+        afterwards the context is of no use."""
         self._behind_kernel = False
         if self._context is not None and not self._threads.entered:
             self._make_current()
+        call = getattr(self._cu, function)
         try:
-            result, *found = function(*arguments)
+            result, *found = call(*arguments)
         except RuntimeError as error:  # of the package
             if _ABSENT_CALL.search(str(error)):
                 raise self._too_old(error) from error
-            raise self._fault(getattr(function, "__name__", "a call"), str(error)) from error
+            raise self._fault(function, str(error)) from error
         if int(result):
-            raise self._fault(getattr(function, "__name__", "a call"), self._named(result))
+            raise self._fault(function, self._named(result))
         return found[0] if len(found) == 1 else tuple(found)
 
     def _too_old(self, error: RuntimeError) -> EngineFault:
@@ -276,14 +276,22 @@ class CudaDriver:
 
     def _pinned(self, nbytes: int, flags: int = 0) -> tuple[int, Any]:
         """Memory that the device reads by itself, and an event that tells when it has."""
-        address = int(self._ask(self._cu.cuMemHostAlloc, nbytes, flags))
-        event = self._ask(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        address = int(self._ask("cuMemHostAlloc", nbytes, flags))
+        event = self._ask("cuEventCreate", self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._buffers.append((address, event))
         return address, event
 
+    def _buffer(self, nbytes: int) -> tuple[int, Any]:
+        """The next one of the pinned buffers of this size, which are used in turn, and its
+        event."""
+        if nbytes not in self._turns:
+            count = SLOTS if nbytes == SLOT else 2
+            self._turns[nbytes] = cycle([self._pinned(nbytes) for _ in range(count)])
+        return next(self._turns[nbytes])
+
     # -- memory ------------------------------------------------------------------------------------
     def memory(self) -> tuple[int, int]:
-        free, total = self._ask(self._cu.cuMemGetInfo)
+        free, total = self._ask("cuMemGetInfo")
         return int(free), int(total)
 
     def keep(self, data: NDArray[np.uint8]) -> int:
@@ -292,14 +300,14 @@ class CudaDriver:
         with self._keeping:
             if self._beside is None:
                 flags = self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-                self._beside = self._ask(self._cu.cuStreamCreate, flags)
+                self._beside = self._ask("cuStreamCreate", flags)
             address = self.alloc(data.nbytes)
             self._kept.add(address)
             for begin in range(0, data.nbytes, SLICE):
                 nbytes = min(SLICE, data.nbytes - begin)
                 source = data.ctypes.data + begin
-                self._ask(self._cu.cuMemcpyHtoDAsync, address + begin, source, nbytes, self._beside)
-                self._ask(self._cu.cuStreamSynchronize, self._beside)
+                self._ask("cuMemcpyHtoDAsync", address + begin, source, nbytes, self._beside)
+                self._ask("cuStreamSynchronize", self._beside)
             return address
 
     def drop(self, address: int) -> None:
@@ -317,13 +325,13 @@ class CudaDriver:
             self.free(self._dropped.popleft())
 
     def alloc(self, nbytes: int) -> int:
-        address = int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
+        address = int(self._ask("cuMemAlloc", max(nbytes, 1)))
         self._memory.add(address)
         return address
 
     def free(self, address: int) -> None:
         self.synchronise()
-        self._ask(self._cu.cuMemFree, address)
+        self._ask("cuMemFree", address)
         self._memory.discard(address)
 
     def alloc_shared(self, nbytes: int) -> tuple[int, bytes]:
@@ -331,14 +339,14 @@ class CudaDriver:
         address = self.alloc(nbytes)
         self.clear(address, nbytes)
         self.synchronise()
-        handle = self._ask(self._cu.cuIpcGetMemHandle, address)
+        handle = self._ask("cuIpcGetMemHandle", address)
         return address, ctypes.string_at(handle.getPtr(), _HANDLE)
 
     def open_shared(self, handle: bytes) -> int:
         opened = self._cu.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE)
         flags = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        address = int(self._ask(self._cu.cuIpcOpenMemHandle, opened, flags.value))
+        address = int(self._ask("cuIpcOpenMemHandle", opened, flags.value))
         self._opened.append(address)
         return address
 
@@ -348,15 +356,15 @@ class CudaDriver:
         return address
 
     def peers(self) -> list[bool]:
-        cu, found = self._cu, []
-        for ordinal in range(self._ask(cu.cuDeviceGetCount)):
-            other = self._ask(cu.cuDeviceGet, ordinal)
+        found = []
+        for ordinal in range(self._ask("cuDeviceGetCount")):
+            other = self._ask("cuDeviceGet", ordinal)
             mine = ordinal == self.ordinal
-            found.append(mine or bool(self._ask(cu.cuDeviceCanAccessPeer, self._device, other)))
+            found.append(mine or bool(self._ask("cuDeviceCanAccessPeer", self._device, other)))
         return found
 
     def clear(self, address: int, nbytes: int) -> None:
-        self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
+        self._ask("cuMemsetD8Async", address, 0, nbytes, self._stream)
 
     def upload(self, address: int, data: NDArray[Any]) -> None:
         self._thread = threading.get_ident()
@@ -365,63 +373,53 @@ class CudaDriver:
         if data.nbytes > SLOT:
             self.upload_file(address, data.reshape(-1).view(np.uint8))
             return
-        slot, event = self._slots[self._turn]
-        self._turn = (self._turn + 1) % SLOTS
-        self._send(slot, event, address, data.ctypes.data, data.nbytes)
+        self._send(self._buffer(SLOT), address, data.ctypes.data, data.nbytes)
 
-    def _send(self, slot: int, event: Any, address: int, source: int, nbytes: int) -> None:
-        self._ask(self._cu.cuEventSynchronize, event)
+    def _send(self, buffer: tuple[int, Any], address: int, source: int, nbytes: int) -> None:
+        slot, event = buffer
+        self._ask("cuEventSynchronize", event)
         ctypes.memmove(slot, source, nbytes)
-        self._ask(self._cu.cuMemcpyHtoDAsync, address, slot, nbytes, self._stream)
-        self._ask(self._cu.cuEventRecord, event, self._stream)
+        self._ask("cuMemcpyHtoDAsync", address, slot, nbytes, self._stream)
+        self._ask("cuEventRecord", event, self._stream)
 
     def upload_file(self, address: int, data: NDArray[np.uint8]) -> None:
         data = np.ascontiguousarray(data)
         for begin in range(0, data.nbytes, PAGE):
-            slot, event = self._page()
             nbytes = min(PAGE, data.nbytes - begin)
-            self._send(slot, event, address + begin, data.ctypes.data + begin, nbytes)
-
-    def _page(self) -> tuple[int, Any]:
-        """One of the two large pinned buffers, in turn."""
-        if not self._pages:
-            self._pages = [self._pinned(PAGE), self._pinned(PAGE)]
-        self._pages.reverse()
-        return self._pages[0]
+            self._send(self._buffer(PAGE), address + begin, data.ctypes.data + begin, nbytes)
 
     def gather(self, out: NDArray[np.uint8], places: Sequence[Rows]) -> None:
         at = out.ctypes.data
         for page, nbytes in in_pages(places):
-            slot, event = self._page()
-            self._ask(self._cu.cuEventSynchronize, event)
+            slot, event = self._buffer(PAGE)
+            self._ask("cuEventSynchronize", event)
             for place, offset in page:
                 self._copy_rows(slot + offset, place.address, place, place.nbytes, place.pitch)
-            self._ask(self._cu.cuEventRecord, event, self._stream)
-            self._ask(self._cu.cuEventSynchronize, event)
+            self._ask("cuEventRecord", event, self._stream)
+            self._ask("cuEventSynchronize", event)
             ctypes.memmove(at, slot, nbytes)
             at += nbytes
 
     def scatter(self, places: Sequence[Rows], data: NDArray[np.uint8]) -> None:
         at = data.ctypes.data
         for page, nbytes in in_pages(places):
-            slot, event = self._page()
-            self._ask(self._cu.cuEventSynchronize, event)
+            slot, event = self._buffer(PAGE)
+            self._ask("cuEventSynchronize", event)
             ctypes.memmove(slot, at, nbytes)
             for place, offset in page:
                 self._copy_rows(place.address, slot + offset, place, place.pitch, place.nbytes)
-            self._ask(self._cu.cuEventRecord, event, self._stream)
+            self._ask("cuEventRecord", event, self._stream)
             at += nbytes
 
     def _copy_rows(
         self, to: int, source: int, rows: Rows, to_pitch: int, source_pitch: int
     ) -> None:
         """Between the device and pinned memory. CUDA tells them apart by their addresses."""
-        cu, widest = self._cu, max(to_pitch, source_pitch)
-        if rows.rows > 1 and widest <= _MAX_PITCH:
-            kind = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        if rows.rows > 1 and max(to_pitch, source_pitch) <= _MAX_PITCH:
+            kind = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
             self._copy_2d(kind, (to, source), (to_pitch, source_pitch), rows.nbytes, rows.rows)
             return
-        function = cu.cuMemcpyDtoHAsync if source == rows.address else cu.cuMemcpyHtoDAsync
+        function = "cuMemcpyDtoHAsync" if source == rows.address else "cuMemcpyHtoDAsync"
         for row in range(rows.rows):
             at = to + row * to_pitch, source + row * source_pitch
             self._ask(function, *at, rows.nbytes, self._stream)
@@ -440,26 +438,21 @@ class CudaDriver:
         told.dstDevice, told.srcDevice = addresses
         told.dstPitch, told.srcPitch = pitches
         told.WidthInBytes, told.Height = nbytes, rows
-        self._ask(self._cu.cuMemcpy2DAsync, told, self._stream)
+        self._ask("cuMemcpy2DAsync", told, self._stream)
 
     def download(self, array: NDArray[Any], address: int) -> None:
-        self._ask(
-            self._cu.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream
-        )
+        self._ask("cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes, self._stream)
         self.synchronise()
 
     def download_later(self, nbytes: int, address: int) -> Any:
-        if not self._later:
-            self._later = [self._pinned(LATER) for _ in range(2)]
-        slot, event = self._later[0]
-        self._later.reverse()
-        self._ask(self._cu.cuMemcpyDtoHAsync, slot, address, nbytes, self._stream)
-        self._ask(self._cu.cuEventRecord, event, self._stream)
+        slot, event = self._buffer(LATER)
+        self._ask("cuMemcpyDtoHAsync", slot, address, nbytes, self._stream)
+        self._ask("cuEventRecord", event, self._stream)
         return slot, event, nbytes
 
     def wait(self, later: Any) -> NDArray[np.uint8]:
         slot, event, nbytes = later
-        self._ask(self._cu.cuEventSynchronize, event)
+        self._ask("cuEventSynchronize", event)
         return np.frombuffer(ctypes.string_at(slot, nbytes), np.uint8)
 
     def copy(
@@ -467,9 +460,7 @@ class CudaDriver:
     ) -> None:
         if rows == 1 or pitch > _MAX_PITCH:
             for at in range(0, rows * pitch, pitch) if rows > 1 else (0,):
-                self._ask(
-                    self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream
-                )
+                self._ask("cuMemcpyDtoDAsync", destination + at, source + at, nbytes, self._stream)
             return
         kind = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
         self._copy_2d(kind, (destination, source), (pitch, pitch), nbytes, rows)
@@ -489,14 +480,14 @@ class CudaDriver:
                     "gpu_kernels", f"the GPU kernel {name} is not compiled: `make gpu-kernels`"
                 )
             compiled = self._compiled[name]
-            module = self._ask(self._cu.cuModuleLoadData, compiled.code + b"\0")
+            module = self._ask("cuModuleLoadData", compiled.code + b"\0")
             self._modules.append(module)
-            function = self._ask(self._cu.cuModuleGetFunction, module, compiled.symbol.encode())
+            function = self._ask("cuModuleGetFunction", module, compiled.symbol.encode())
             if compiled.shared > _STATIC_SHARED:
                 attribute = (
                     self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 )
-                self._ask(self._cu.cuFuncSetAttribute, function, attribute, compiled.shared)
+                self._ask("cuFuncSetAttribute", function, attribute, compiled.shared)
             types: tuple[Any, ...] = ()
             for kind in compiled.kinds:
                 types += (
@@ -533,10 +524,10 @@ class CudaDriver:
             return
         if config is not None and self.dependent_launch and self._behind_kernel:
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
-            self._ask(self._cu.cuLaunchKernelEx, config, function, (values, types), 0)
+            self._ask("cuLaunchKernelEx", config, function, (values, types), 0)
         else:
             self._ask(
-                self._cu.cuLaunchKernel,
+                "cuLaunchKernel",
                 function,
                 x,
                 y,
@@ -553,26 +544,26 @@ class CudaDriver:
 
     def begin_recording(self) -> None:
         mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._ask(self._cu.cuStreamBeginCapture, self._stream, mode)
+        self._ask("cuStreamBeginCapture", self._stream, mode)
         self._recording = True
 
     def end_recording(self) -> Graph:
         self._recording = False
-        graph = self._ask(self._cu.cuStreamEndCapture, self._stream)
+        graph = self._ask("cuStreamEndCapture", self._stream)
         try:
-            ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
+            ready = self._ask("cuGraphInstantiate", graph, 0)
         finally:
-            self._ask(self._cu.cuGraphDestroy, graph)
+            self._ask("cuGraphDestroy", graph)
         self._graphs.append(ready)
         return ready
 
     def replay(self, graph: Graph) -> None:
-        self._ask(self._cu.cuGraphLaunch, graph, self._stream)
+        self._ask("cuGraphLaunch", graph, self._stream)
 
     def forget(self, graph: Graph) -> None:
         self.synchronise()
-        self._ask(self._cu.cuGraphExecDestroy, graph)
+        self._ask("cuGraphExecDestroy", graph)
         self._graphs.remove(graph)
 
     def synchronise(self) -> None:
-        self._ask(self._cu.cuStreamSynchronize, self._stream)
+        self._ask("cuStreamSynchronize", self._stream)

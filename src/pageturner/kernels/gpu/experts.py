@@ -142,21 +142,10 @@ class GpuExperts:
     ) -> tuple[GpuArray, GpuArray]:
         """Ids, ascending, and weights [T, top_k]."""
         rows, experts = logits.shape
-        ids, weights = (
-            self._run.arena.take((rows, top_k), "i32"),
-            self._run.arena.take((rows, top_k)),
-        )
-        arguments = (
-            logits.address,
-            ids.address,
-            weights.address,
-            experts,
-            top_k,
-            int(normalise),
-            factor,
-        )
-        lanes = next(one for one in ROUTED if one >= experts)
-        self._run.driver.launch(f"route.{scoring}.{lanes}", (rows,), arguments)
+        ids = self._run.arena.take((rows, top_k), "i32")
+        weights = self._run.arena.take((rows, top_k))
+        name = f"route.{scoring}.{next(one for one in ROUTED if one >= experts)}"
+        self._run.launch(name, (rows,), logits, ids, weights, experts, top_k, normalise, factor)
         return ids, weights
 
     def add_rows(self, x: GpuArray, y: GpuArray, rows: GpuArray, weights: GpuArray) -> GpuArray:
@@ -164,8 +153,7 @@ class GpuExperts:
         out = self._run.arena.take(x.shape)
         self._run.driver.copy(out.address, x.address, x.nbytes)
         grid = (len(rows), _tiles(x.shape[1], GROUP_ROWS))
-        arguments = (out.address, y.address, rows.address, weights.address, x.shape[1])
-        self._run.driver.launch("add_rows", grid, arguments)
+        self._run.launch("add_rows", grid, out, y, rows, weights, x.shape[1])
         return out
 
     def add(
@@ -178,9 +166,7 @@ class GpuExperts:
         ids, weights = self.route(logits, top_k, experts.normalise, experts.scoring, factor)
         pairs = len(h) * top_k
         order, bounds = run.arena.take((pairs,), "i32"), run.arena.take((count + 1,), "i32")
-        run.driver.launch(
-            "group_rows", (count,), (ids.address, order.address, bounds.address, pairs, count)
-        )
+        run.launch("group_rows", (count,), ids, order, bounds, pairs, count)
         shared, weighed = top_k, experts.weigh_input
         if weighed:
             h, shared = self._weighed(h, weights, tables.gate_up), 1
@@ -189,16 +175,7 @@ class GpuExperts:
         y = self.gemm(inner, tables.down, Grouping(pairs, 1, order.address, bounds.address))
         out = run.arena.take(x.shape)
         grid = (len(x), _tiles(x.shape[1], GROUP_ROWS))
-        arguments = (
-            x.address,
-            y.address,
-            weights.address,
-            out.address,
-            int(weighed),
-            x.shape[1],
-            top_k,
-        )
-        run.driver.launch("add_experts", grid, arguments)
+        run.launch("add_experts", grid, x, y, weights, out, weighed, x.shape[1], top_k)
         return out
 
     def _weighed(self, h: GpuArray, weights: GpuArray, table: WeightTable) -> GpuArray:
@@ -207,8 +184,7 @@ class GpuExperts:
         kind, columns = table.kind, h.shape[1]
         out = self._run.arena.take((rows * top_k, columns), kind)
         grid = (len(out), _tiles(columns, GROUP_ROWS))
-        arguments = (h.address, weights.address, out.address, columns, top_k)
-        self._run.driver.launch(f"weigh_rows.{kind}", grid, arguments)
+        self._run.launch(f"weigh_rows.{kind}", grid, h, weights, out, columns, top_k)
         return out
 
     def by_head(self, x: GpuArray, table: WeightTable, out: GpuArray | None = None) -> GpuArray:
@@ -236,25 +212,9 @@ class GpuExperts:
             height = MANY if many else FEW
             tile = experts_tile(run.driver.architecture, height, sort)
             sums = [run.group_sums(mine, k, GROUPED[sort][1]) if has_low else 0] if grouped else []
-            arguments = (
-                mine.address,
-                address,
-                grouping.order,
-                grouping.bounds,
-                *sums,
-                out.address,
-                grouping.shared,
-                n,
-                k,
-                chunk,
-                parts,
-                rows,
-                table.experts,
-                table.halves,
-                grouping.by_head,
-                stride,
-            )
+            given = mine, address, grouping.order, grouping.bounds, *sums, out, grouping.shared
+            sizes = n, k, chunk, parts, rows, table.experts, table.halves, grouping.by_head, stride
             places = min(grouping.rows, grouping.rows // tile.m + table.experts)
             grid = (table.halves * _tiles(n, tile.n), places)
-            run.driver.launch(f"experts.{sort}.{height}", grid, arguments)
+            run.launch(f"experts.{sort}.{height}", grid, *given, *sizes)
         return out

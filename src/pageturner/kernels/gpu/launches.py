@@ -6,8 +6,10 @@ protocol.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +50,6 @@ from pageturner.kernels.gpu.weights import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
     FloatMatrix,
-    Groups,
     Matrix,
     Vector,
 )
@@ -81,28 +82,13 @@ class GpuKV:
         far as there are any. A block that travels is these bytes, in this order."""
         spec = self.spec
         heads = spec.block_size * spec.kv_heads
-        wide = heads * spec.stored_head * KV_TYPES[spec.dtype]
-        every = (
-            (self.keys, wide, self.layer_bytes),
-            (self.values, wide, self.layer_bytes),
-            (self.k_scales, 4 * heads, self.layer_scales),
-            (self.v_scales, 4 * heads, self.layer_scales),
-        )
+        rows = heads * spec.stored_head * KV_TYPES[spec.dtype], self.layer_bytes
+        scales = 4 * heads, self.layer_scales
         return [
             Rows(base + block * nbytes, nbytes, spec.layers, pitch)
-            for base, nbytes, pitch in every
+            for base, (nbytes, pitch) in zip(self.at(0), (rows, rows, scales, scales), strict=True)
             if base
         ]
-
-
-@dataclass(slots=True)
-class Tables:
-    """Rotary tables on the device."""
-
-    cos: int
-    sin: int
-    half: int
-    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +117,15 @@ def _tiles(count: int, size: int) -> int:
     return -(-count // size)
 
 
+# The values by which a launch takes these; all others are numbers or planes, and go as they are
+_VALUES: dict[type, Any] = {
+    type(None): lambda _: 0,
+    bool: int,
+    GpuArray: attrgetter("address"),
+    Vector: attrgetter("address"),
+}
+
+
 class Launches:
     """Every operation on arrays of a device."""
 
@@ -140,9 +135,14 @@ class Launches:
         self.chosen = (
             0  # address of the tokens that were chosen last: a token -1 - i is the one at i
         )
-        self._ropes: dict[int, tuple[Rope, Tables]] = {}
-        self._constants: dict[tuple[float, ...], int] = {}
-        self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
+        # numbers of the model and their addresses, by value or id
+        self.constants: dict[object, tuple[Any, int]] = {}
+
+    def launch(self, kernel: str, grid: Sequence[int], *arguments: Any) -> None:
+        """Launch a kernel of the catalogue. An array or a vector stands for its address, None for
+        an array that is absent."""
+        values = [_VALUES[type(one)](one) if type(one) in _VALUES else one for one in arguments]
+        self.driver.launch(kernel, grid, values)
 
     # -- products ----------------------------------------------------------------------------------
     def cast(self, x: GpuArray, kind: str) -> GpuArray:
@@ -162,7 +162,7 @@ class Launches:
         if w.ordered_by not in x.ordered:
             x.ordered[w.ordered_by] = out = self.arena.take(x.shape, x.kind)
             grid = (len(x), _tiles(w.columns, GROUP_ROWS))
-            self.driver.launch("take_columns", grid, (x.address, w.order, out.address, w.columns))
+            self.launch("take_columns", grid, x, w.order, out, w.columns)
         return x.ordered[w.ordered_by]
 
     def gemm(
@@ -170,73 +170,41 @@ class Launches:
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
         x = self._input(x, w)
+        architecture = self.driver.architecture
         rows = len(x)
+        out = self.arena.take((rows, w.rows))
+        given = bias, residual, out
+        flags = bias is not None, residual is not None
+        shape = rows, w.rows, w.columns
         if isinstance(w, FloatMatrix):
-            ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
-            if ring is not None:
-                return self._persistent_gemm(x, w, ring, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
-            tiles_by_height = tiles_of(self.driver.architecture, w.kind)
+            ring = persistent_ring(architecture, w.kind, rows, w.rows)
+            if ring is not None:
+                name = f"persistent.{w.kind}.{ring.name}"
+                grid = self._programs(ring, rows, w.rows)
+                self.launch(name, grid, *_planes(x, w), *given, *flags, *shape, chunk, parts)
+                return out
+            tiles_by_height = tiles_of(architecture, w.kind)
             height = height_of(rows, w.rows, M16 in tiles_by_height)
-            tile, name, whole = tiles_by_height[height], f"dense.{w.kind}.{height}", 0
+            tile = tiles_by_height[height]
+            name = f"dense.{w.kind}.{height}"
+            whole = 0
         else:
             chunk, parts = group_parts_of(w.rows, w.columns, w.sort)
             height = group_height_of(rows, w.columns)
-            tile, name = (
-                groups_tile(self.driver.architecture, height, w.sort),
-                f"groups.{w.sort}.{height}",
-            )
+            tile = groups_tile(architecture, height, w.sort)
+            name = f"groups.{w.sort}.{height}"
             whole = WHOLE_TILES if rows <= SOME_ROWS else 0
         tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
         apart = parts > 1 and (height != MANY or tiles < whole)
-        out = self.arena.take((rows, w.rows))
-        partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
-        given = (
-            bias.address if bias else 0,
-            residual.address if residual else 0,
-            out.address,
-            partial,
-            self.arena.counters,
-        )
-        flags = (int(bias is not None), int(residual is not None))
-        shape = (rows, w.rows, w.columns, chunk, parts)
-        if isinstance(w, FloatMatrix):
-            arguments: tuple[int, ...] = (x.address, w.address, *given, *flags, *shape)
-        else:
-            arguments = (*self._operands(x, w), *given, int(w.low != 0), w.zero, *flags, *shape)
         assert not apart or tiles <= MAX_SPLIT_TILES  # each has a counter
-        self.driver.launch(name, (tiles, parts if apart else 1), arguments)
+        partial = self.arena.take((parts, rows, w.rows)) if apart else None
+        grid = (tiles, parts if apart else 1)
+        arrays = *self._operands(x, w), *given, partial, self.arena.counters
+        self.launch(name, grid, *arrays, *w.offsets, *flags, *shape, chunk, parts)
         return out
 
-    def _persistent_gemm(
-        self,
-        x: GpuArray,
-        w: FloatMatrix,
-        ring: Ring,
-        bias: Vector | None,
-        residual: GpuArray | None,
-    ) -> GpuArray:
-        rows, out = len(x), self.arena.take((len(x), w.rows))
-        self.driver.launch(
-            f"persistent.{w.kind}.{ring.name}",
-            self._programs(ring, rows, w.rows),
-            (
-                Plane(x.address, rows, w.columns),
-                Plane(w.address, w.rows, w.columns),
-                bias.address if bias else 0,
-                residual.address if residual else 0,
-                out.address,
-                int(bias is not None),
-                int(residual is not None),
-                rows,
-                w.rows,
-                w.columns,
-                *parts_of(w.rows, w.columns, block_k(w.kind)),
-            ),
-        )
-        return out
-
-    def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
+    def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int, ...]:
         """Return the grid of a persistent kernel: a program for each tile, or for each
         multiprocessor."""
         return (min(_tiles(rows, ring.m) * _tiles(outputs, ring.n), self.driver.multiprocessors),)
@@ -252,106 +220,68 @@ class Launches:
         if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.gemm(x, w), kind)
         x = self._input(x, w)
-        return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
-
-    def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
-        rows, outputs = len(x), w.rows // 2
-        out = self.arena.take((rows, outputs), w.kind)
-        ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
-        if ring is not None:
-            planes = (
-                Plane(x.address, rows, w.columns),
-                Plane(w.address, w.rows, w.columns),
-                Plane(out.address, rows, outputs),
-            )
-            self.driver.launch(
-                f"gated_persistent.{w.kind}.{ring.name}",
-                self._programs(ring, rows, w.rows),
-                (*planes, rows, outputs, w.columns),
-            )
-            return out
-        tiles = tiles_of(self.driver.architecture, w.kind)
-        height = gated_height(height_of(rows, w.rows, M16 in tiles))
-        tile = gated_tile(tiles, height)
-        self.driver.launch(
-            f"gated_dense.{w.kind}.{height}",
-            (_tiles(outputs, gated_outputs(tile)) * _tiles(rows, tile.m),),
-            (x.address, w.address, out.address, rows, outputs, w.columns),
-        )
+        architecture = self.driver.architecture
+        rows = len(x)
+        outputs = w.rows // 2
+        out = self.arena.take((rows, outputs), kind)
+        shape = rows, outputs, w.columns
+        if isinstance(w, FloatMatrix):
+            ring = persistent_ring(architecture, w.kind, rows, w.rows)
+            if ring is not None:
+                name = f"gated_persistent.{w.kind}.{ring.name}"
+                planes = *_planes(x, w), Plane(out.address, rows, outputs)
+                self.launch(name, self._programs(ring, rows, w.rows), *planes, *shape)
+                return out
+            tiles = tiles_of(architecture, w.kind)
+            height = gated_height(height_of(rows, w.rows, M16 in tiles))
+            tile = gated_tile(tiles, height)
+            name = f"gated_dense.{w.kind}.{height}"
+            wide = gated_outputs(tile)
+        else:
+            tile = groups_tile(architecture, MANY, w.sort)
+            name = f"gated_groups.{w.sort}.{MANY}"
+            wide = tile.n
+        grid = (_tiles(outputs, wide) * _tiles(rows, tile.m),)
+        self.launch(name, grid, *self._operands(x, w), out, *w.offsets, *shape)
         return out
 
     def group_sums(self, x: GpuArray, columns: int, group: int) -> int:
         """Return the address of the sums of the groups of x, whose rows have so many columns."""
-        rows, wide = (
-            x.shape[0] * x.shape[1] // columns,
-            _tiles(columns, BLOCK_COLUMNS) * BLOCK_COLUMNS,
-        )
+        rows = x.shape[0] * x.shape[1] // columns
+        wide = _tiles(columns, BLOCK_COLUMNS) * BLOCK_COLUMNS
         sums = self.arena.take((rows, wide // group))
         grid = (_tiles(rows, 16), wide // SUMS_SPAN)
-        self.driver.launch(f"group_sums.{group}", grid, (x.address, sums.address, rows, columns))
+        self.launch(f"group_sums.{group}", grid, x, sums, rows, columns)
         return sums.address
 
-    def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
-        rows, outputs = len(x), w.rows // 2
-        tile = groups_tile(self.driver.architecture, MANY, w.sort)
-        out = self.arena.take((rows, outputs), w.compute)
-        self.driver.launch(
-            f"gated_groups.{w.sort}.{MANY}",
-            (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
-            (*self._operands(x, w), out.address, int(w.low != 0), w.zero, rows, outputs, w.columns),
-        )
-        return out
-
-    def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
-        """Addresses of both operands, the last one of the sums of the groups of x: where there are
-        lows and more rows than a kernel that computes them itself takes."""
+    def _operands(self, x: GpuArray, w: Matrix) -> tuple[Any, ...]:
+        """Return both operands; behind weights in groups the sums of the groups of x: where there
+        are lows and more rows than a kernel that computes them itself takes."""
+        if isinstance(w, FloatMatrix):
+            return x, *w.stored
         height = group_height_of(len(x), w.columns)
         sums = self.group_sums(x, w.columns, w.group) if w.low and height == MANY else 0
         if height == M16:
             x = self._in_order(x, w.columns)
-        return x.address, w.q, w.high, w.scale, w.low, sums
+        return x, *w.stored, sums
 
     def _in_order(self, x: GpuArray, columns: int) -> GpuArray:
         """Return x in the order of the matrix unit, computed once."""
         if b"" not in x.ordered:
             wide = _tiles(columns, BLOCK_COLUMNS)
             x.ordered[b""] = out = self.arena.take((FEW_ROWS, wide * BLOCK_COLUMNS), x.kind)
-            grid = (wide, FEW_ROWS // 8)
-            self.driver.launch("in_order", grid, (x.address, out.address, len(x), columns))
+            self.launch("in_order", (wide, FEW_ROWS // 8), x, out, len(x), columns)
         return x.ordered[b""]
 
     # -- rows --------------------------------------------------------------------------------------
     def embed(self, table: Matrix, tokens: GpuArray, first: int = 0) -> GpuArray:
         """Rows of a table that begins with token `first`; zeros for tokens that it has not."""
         out = self.arena.take((len(tokens), table.columns))
+        name = "embed" if isinstance(table, FloatMatrix) else "embed_groups"
         grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
-        if isinstance(table, FloatMatrix):
-            arguments: tuple[int, ...] = (
-                table.address,
-                tokens.address,
-                self.chosen,
-                out.address,
-                first,
-                table.rows,
-                table.columns,
-            )
-            self.driver.launch(f"embed.{table.kind}", grid, arguments)
-            return out
-        arguments = (
-            table.q,
-            table.high,
-            table.scale,
-            table.low,
-            tokens.address,
-            self.chosen,
-            out.address,
-            int(table.low != 0),
-            table.zero,
-            first,
-            table.rows,
-            table.columns,
-        )
-        self.driver.launch(f"embed_groups.{table.sort}", grid, arguments)
+        shape = first, table.rows, table.columns
+        given = *table.stored, tokens, self.chosen, out, *table.offsets
+        self.launch(f"{name}.{table.sort}", grid, *given, *shape)
         return out
 
     def rms_norm(
@@ -362,18 +292,17 @@ class Launches:
         dim = dim or columns
         heads = columns // dim
         out = self.arena.take((len(x), columns), kind)
-        arguments = (x.address, weight.address, out.address, eps, dim, heads, x.row)
         short = dim <= HEAD_SIZES[-1] or dim % 16 or x.row % 16
         name = "head_norm" if short else "rms_norm"
-        self.driver.launch(f"{name}.{kind}", (len(x) * heads,), arguments)
+        grid = (len(x) * heads,)
+        self.launch(f"{name}.{kind}", grid, x, weight, out, eps, dim, heads, x.row)
         return out
 
     def layer_norm(
         self, x: GpuArray, weight: Vector, bias: Vector, eps: float, kind: str
     ) -> GpuArray:
         out = self.arena.take(x.shape, kind)
-        arguments = (x.address, weight.address, bias.address, out.address, eps, x.shape[1])
-        self.driver.launch(f"layer_norm.{kind}", (len(x),), arguments)
+        self.launch(f"layer_norm.{kind}", (len(x),), x, weight, bias, out, eps, x.shape[1])
         return out
 
     def elementwise(
@@ -387,80 +316,60 @@ class Launches:
         out = self.arena.take(x.shape, kind)
         count = x.shape[0] * x.shape[1]
         if count:
-            arguments = (x.address, y.address if y else 0, out.address, factor, count)
-            self.driver.launch(f"elementwise.{op}.{kind}", (_tiles(count, GROUP_ROWS),), arguments)
+            grid = (_tiles(count, GROUP_ROWS),)
+            self.launch(f"elementwise.{op}.{kind}", grid, x, y, out, factor, count)
         return out
 
     def gated(self, x: GpuArray, kind: str, act: str = "silu") -> GpuArray:
         """An activation of the first half of each row times the second."""
         d = x.shape[1] // 2
         out = self.arena.take((len(x), d), kind)
-        self.driver.launch(
-            f"gated.{act}.{kind}", (len(x), _tiles(d, GROUP_ROWS)), (x.address, out.address, d)
-        )
+        self.launch(f"gated.{act}.{kind}", (len(x), _tiles(d, GROUP_ROWS)), x, out, d)
         return out
 
     def take_rows(self, x: GpuArray, rows: GpuArray, factors: int = 0) -> GpuArray:
-        """Rows of x, or with factors row i times factors[rows[i]]."""
-        out = self.arena.take((len(rows), x.shape[1]))
+        """Rows of x, or with the address of factors row i times factors[rows[i]]."""
+        columns = x.shape[1]
+        out = self.arena.take((len(rows), columns))
         if len(rows):
-            grid = (len(rows), _tiles(x.shape[1], GROUP_ROWS))
-            arguments = (
-                x.address,
-                rows.address,
-                factors,
-                out.address,
-                x.shape[1],
-                int(factors != 0),
-            )
-            self.driver.launch("take_rows", grid, arguments)
+            grid = (len(rows), _tiles(columns, GROUP_ROWS))
+            self.launch("take_rows", grid, x, rows, factors, out, columns, factors != 0)
         return out
 
-    def tables(self, rope: Rope) -> Tables:
-        """Rotary tables, put on the device once."""
-        if id(rope) not in self._ropes:
-            cos, sin = (self.driver.alloc(max(table.nbytes, 4)) for table in (rope.cos, rope.sin))
-            for address, table in ((cos, rope.cos), (sin, rope.sin)):
-                if table.size:
-                    self.driver.upload(address, np.ascontiguousarray(table))
-            self._ropes[id(rope)] = rope, Tables(cos, sin, rope.cos.shape[1], rope.interleaved)
-        return self._ropes[id(rope)][1]
+    def constant(self, values: F32 | tuple[float, ...]) -> int:
+        """The address of numbers of the model, which are put on the device once; 0 for ()."""
+        if isinstance(values, tuple) and not values:
+            return 0
+        key = values if isinstance(values, tuple) else id(values)
+        if key not in self.constants:
+            array = np.ascontiguousarray(values, np.float32)
+            address = self.driver.alloc(max(array.nbytes, 4))
+            if array.size:
+                self.driver.upload(address, array)
+            self.constants[key] = values, address
+        return self.constants[key][1]
 
-    def constants(self, values: tuple[float, ...]) -> int:
-        """A small vector of the model, put on the device once."""
-        if values not in self._constants:
-            array = np.array(values, np.float32)
-            self._constants[values] = self.driver.alloc(array.nbytes)
-            self.driver.upload(self._constants[values], array)
-        return self._constants[values]
+    def _turns(self, rope: Rope | None) -> tuple[tuple[int, int], tuple[int, bool]]:
+        """The addresses of rotary tables; half of the columns that they turn, and how these lie."""
+        if rope is None:
+            return (0, 0), (0, False)
+        tables = self.constant(rope.cos), self.constant(rope.sin)
+        return tables, (rope.cos.shape[1], rope.interleaved)
 
     def prepare(self, layer: Layer) -> None:
         """Put on the device what a layer needs beside its weights, which no recording may do."""
-        self.tables(layer.rope)
-        for values in (layer.shape.slopes, layer.shape.sinks):
-            if values:
-                self.constants(values)
-        if layer.attn_temperature is not None and id(layer.attn_temperature) not in self.vectors:
-            address = self.driver.alloc(layer.attn_temperature.nbytes)
-            self.driver.upload(address, np.ascontiguousarray(layer.attn_temperature))
-            self.vectors[id(layer.attn_temperature)] = layer.attn_temperature, address
+        self._turns(layer.rope)
+        self.constant(layer.shape.slopes)
+        self.constant(layer.shape.sinks)
+        if layer.attn_temperature is not None:
+            self.constant(layer.attn_temperature)
 
     def rotate(self, x: GpuArray, positions: GpuArray, rope: Rope, dim: int) -> GpuArray:
-        tables, heads = self.tables(rope), x.shape[1] // dim
+        heads = x.shape[1] // dim
+        tables, layout = self._turns(rope)
         out = self.arena.take(x.shape)
-        arguments = (
-            x.address,
-            tables.cos,
-            tables.sin,
-            positions.address,
-            out.address,
-            x.row,
-            heads,
-            dim,
-            tables.half,
-            int(tables.interleaved),
-        )
-        self.driver.launch("rotate", (len(x), heads), arguments)
+        sizes = x.row, heads, dim, *layout
+        self.launch("rotate", (len(x), heads), x, *tables, positions, out, *sizes)
         return out
 
     def latent_kv_write(
@@ -477,37 +386,18 @@ class Launches:
         each head its plain elements [T, heads * plain], and the query, of which the rotary elements
         are there already and those that `k_up` makes of the plain ones are not: [T, heads *
         dim]."""
-        spec, heads = kv.spec, latent.heads
-        plain = self.arena.take((len(wide), heads * latent.plain), latent.kind)
-        q = self.arena.take((len(wide), heads * spec.stored_head))
-        tables = self.tables(latent.rope) if latent.rope is not None else Tables(0, 0, 0, False)
+        spec = kv.spec
+        heads = latent.heads
+        rows = len(wide)
+        plain = self.arena.take((rows, heads * latent.plain), latent.kind)
+        q = self.arena.take((rows, heads * spec.stored_head))
+        tables, layout = self._turns(latent.rope)
         keys, _, scales, _ = kv.at(index)
-        norm = latent.norm.address if latent.norm is not None else 0
-        arguments = (
-            wide.address,
-            plain.address,
-            q.address,
-            norm,
-            keys,
-            scales,
-            slots.address,
-            tables.cos,
-            tables.sin,
-            positions.address,
-            int(norm != 0),
-            eps,
-            wide.row,
-            heads,
-            latent.plain,
-            latent.rank,
-            latent.rotary,
-            spec.stored_head,
-            tables.half,
-            int(tables.interleaved),
-        )
-        self.driver.launch(
-            f"latent_kv_write.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments
-        )
+        given = wide, plain, q, latent.norm, keys, scales, slots, *tables, positions
+        sizes = heads, latent.plain, latent.rank, latent.rotary, spec.stored_head
+        name = f"latent_kv_write.{spec.dtype}.{latent.kind}"
+        has_norm = latent.norm is not None
+        self.launch(name, (rows, heads + 1), *given, has_norm, eps, wide.row, *sizes, *layout)
         return plain, q
 
     def join_heads(self, x: GpuArray, y: GpuArray, heads: int) -> GpuArray:
@@ -515,7 +405,7 @@ class Launches:
         first, second = x.shape[1] // heads, y.shape[1] // heads
         out = self.arena.take((len(x), heads * (first + second)))
         grid = (len(x) * heads, _tiles(first + second, GROUP_ROWS))
-        self.driver.launch("join_heads", grid, (x.address, y.address, out.address, first, second))
+        self.launch("join_heads", grid, x, y, out, first, second)
         return out
 
     def kv_write(
@@ -530,24 +420,10 @@ class Launches:
     ) -> None:
         """K, rotated if there are tables, and V."""
         spec = kv.spec
-        tables = self.tables(rope) if rope is not None else Tables(0, 0, 0, False)
-        arguments = (
-            k.address,
-            v.address,
-            *kv.at(layer),
-            slots.address,
-            tables.cos,
-            tables.sin,
-            positions.address,
-            k.row,
-            v.row,
-            spec.kv_heads,
-            spec.head_dim,
-            spec.stored_head,
-            tables.half,
-            int(tables.interleaved),
-        )
-        self.driver.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), arguments)
+        tables, layout = self._turns(rope)
+        given = k, v, *kv.at(layer), slots, *tables, positions
+        sizes = k.row, v.row, spec.kv_heads, spec.head_dim, spec.stored_head
+        self.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), *given, *sizes, *layout)
 
     def qk_norm_rope_kv_write(
         self,
@@ -562,35 +438,16 @@ class Launches:
     ) -> GpuArray:
         """K and V of rows of Q, K and V go to the KV; Q is given, its heads padded as those of the
         KV. Q and K are normed and rotated. norms: of heads."""
-        spec, dim, tables = kv.spec, kv.spec.head_dim, self.tables(rope)
+        spec = kv.spec
+        dim = spec.head_dim
+        tables, layout = self._turns(rope)
         q = self.arena.take((len(wide), heads * spec.stored_head))
-        q_norm, k_norm = (one.address for one in norms) if norms else (0, 0)
-        arguments = (
-            wide.address,
-            q.address,
-            q_norm,
-            k_norm,
-            *kv.at(index),
-            step.slots.address,
-            tables.cos,
-            tables.sin,
-            step.positions.address,
-            int(norms is not None),
-            eps,
-            wide.row,
-            heads,
-            spec.kv_heads,
-            dim,
-            spec.stored_head,
-            tables.half,
-            int(tables.interleaved),
-        )
+        given = wide, q, *(norms or (0, 0)), *kv.at(index), step.slots, *tables, step.positions
+        sizes = wide.row, heads, spec.kv_heads, dim, spec.stored_head
         size = next(one for one in HEAD_SIZES if one >= dim)
-        self.driver.launch(
-            f"qk_norm_rope_kv_write.{spec.dtype}.{size}",
-            (len(wide), heads + spec.kv_heads),
-            arguments,
-        )
+        name = f"qk_norm_rope_kv_write.{spec.dtype}.{size}"
+        grid = (len(wide), heads + spec.kv_heads)
+        self.launch(name, grid, *given, norms is not None, eps, *sizes, *layout)
         return q
 
     def fit_heads(self, x: GpuArray, heads: int, room: int) -> GpuArray:
@@ -599,8 +456,7 @@ class Launches:
         if dim == room:
             return x
         out = self.arena.take((len(x), heads * room), x.kind)
-        arguments = (x.address, out.address, x.row, heads, dim, room)
-        self.driver.launch(f"fit_heads.{x.kind}", (len(x), heads), arguments)
+        self.launch(f"fit_heads.{x.kind}", (len(x), heads), x, out, x.row, heads, dim, room)
         return out
 
     # -- attention ---------------------------------------------------------------------------------
@@ -609,68 +465,41 @@ class Launches:
     ) -> GpuArray:
         """Return the output of the heads: [T, heads * dim], or with a latent KV [T, heads *
         latent]. q: of heads as they are, or padded as those of the KV."""
-        view, dim = view_of(shape), kv.spec.stored_head
+        spec = kv.spec
+        view = view_of(shape)
+        dim = spec.stored_head
         q = self.fit_heads(q, shape.heads, dim)
         works = step.works[view]
-        columns = shape.heads * (shape.latent or dim)
-        out = self.arena.take((len(q), columns), kind if kind in MIXED else "fp32")
-        attend = partial(self._attend, q, kv, layer, step, shape, out)
+        mixed = shape.latent or dim
+        out = self.arena.take((len(q), shape.heads * mixed), kind if kind in MIXED else "fp32")
+        slopes = self.constant(shape.slopes)
+        sinks = self.constant(shape.sinks)
+        given = q, *kv.at(layer), step.blocks, step.positions
+        sizes = slopes != 0, sinks != 0, shape.heads, spec.kv_heads, dim, mixed
+        blocks = spec.block_size, *inverse_of(spec.block_size)
+        scores = shape.window, shape.chunked, shape.scale, shape.soft_cap
+
+        def attend(height: Height, mine: GpuArray, *partials: Any) -> None:
+            """partials: m and l; acc; and counters."""
+            part = heads_of_tile(view.group, attention_rows(height, view.size))
+            name = f"attend.{spec.dtype}.{view.size}.{height}.{out.kind}"
+            arrays = *given, mine, slopes, sinks, out, *partials
+            grid = (spec.kv_heads * len(mine),)
+            self.launch(name, grid, *arrays, q.row, *sizes, part, *blocks, *scores)
+
         if len(works.many):
-            attend(MANY, works.many, (0, 0, 0))
+            attend(MANY, works.many, 0, 0, 0)
         if len(works.few):
             vectors = works.partials * view.kv_heads
-            maxes_sums, accs = self.arena.take((vectors, 2)), self.arena.take((vectors, view.size))
+            maxes_sums = self.arena.take((vectors, 2))
+            accs = self.arena.take((vectors, view.size))
             begin = 0
-            for (
-                count
-            ) in works.rounds:  # each merges its partials before the next one writes its own
+            for count in works.rounds:  # each merges its partials before the next writes its own
                 mine = works.few.rows(slice(begin, begin + count))
-                attend(FEW, mine, (maxes_sums.address, accs.address, works.arrived.address))
+                attend(FEW, mine, maxes_sums, accs, works.arrived)
                 begin += count
-        out = self.fit_heads(out, shape.heads, shape.latent or shape.head_dim)
-        return self.cast(out, kind)
+        return self.cast(self.fit_heads(out, shape.heads, shape.latent or shape.head_dim), kind)
 
-    def _attend(
-        self,
-        q: GpuArray,
-        kv: GpuKV,
-        layer: int,
-        step: Step,
-        shape: AttentionShape,
-        out: GpuArray,
-        height: Height,
-        works: GpuArray,
-        partials: tuple[int, int, int],
-    ) -> None:
-        """partials: addresses of the partials (m and l; acc) and of counters."""
-        spec, dim, view = kv.spec, kv.spec.stored_head, view_of(shape)
-        slopes = self.constants(shape.slopes) if shape.slopes else 0
-        sinks = self.constants(shape.sinks) if shape.sinks else 0
-        part = heads_of_tile(view.group, attention_rows(height, view.size))
-        arguments = (
-            q.address,
-            *kv.at(layer),
-            step.blocks.address,
-            step.positions.address,
-            works.address,
-            slopes,
-            sinks,
-            out.address,
-            *partials,
-            q.row,
-            int(slopes != 0),
-            int(sinks != 0),
-            shape.heads,
-            spec.kv_heads,
-            dim,
-            shape.latent or dim,
-            part,
-            spec.block_size,
-            *inverse_of(spec.block_size),
-            shape.window,
-            int(shape.chunked),
-            shape.scale,
-            shape.soft_cap,
-        )
-        name = f"attend.{spec.dtype}.{view.size}.{height}.{out.kind}"
-        self.driver.launch(name, (spec.kv_heads * len(works),), arguments)
+
+def _planes(x: GpuArray, w: FloatMatrix) -> tuple[Plane, Plane]:
+    return Plane(x.address, len(x), w.columns), Plane(w.address, w.rows, w.columns)

@@ -149,7 +149,7 @@ class GpuOps(Chooser, Composites):
 
     def free_kv(self, kv: GpuKV) -> None:
         """Give its memory back; nothing may use it any more."""
-        for address in filter(None, (kv.keys, kv.values, kv.k_scales, kv.v_scales)):
+        for address in filter(None, kv.at(0)):
             self.driver.free(address)
 
     def block_bytes(self, kv: GpuKV) -> int:
@@ -280,10 +280,8 @@ class GpuOps(Chooser, Composites):
         return self.launches.elementwise("scale", x, factor=float(np.float32(factor)))
 
     def scale_rows(self, x: GpuArray, factors: F32, rows: Any) -> GpuArray:
-        address = (
-            self.launches.vectors.get(id(factors), (factors, 0))[1]
-            or self.on_device(factors).address
-        )
+        known = self.launches.constants.get(id(factors))
+        address = known[1] if known else self.on_device(factors).address
         return self.launches.take_rows(x, self.on_device(rows), address)
 
     def adapt(self, y: GpuArray, x: GpuArray, adapters: Any, layer: int, field: str) -> GpuArray:

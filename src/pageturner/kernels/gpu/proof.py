@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.adapters import AdapterWeights, LowRank
+from pageturner.kernels.adapters import AdapterWeights, LowRank, widened
 from pageturner.kernels.base import (
     F32,
     GATED,
@@ -43,10 +43,10 @@ from pageturner.kernels.gpu.catalogue import MANY, height_of
 from pageturner.kernels.gpu.launches import GpuKV
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.sampling import edit_on_device
-from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector, to_bf16
+from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.kernels.reference_arrays import PagedKV
+from pageturner.kernels.reference_arrays import PagedKV, to_bf16
 
 CROWDS = (16, 64, 200, 300)  # rows of products, of all heights but the one of many rows
 OUTPUTS = 32  # of each product are compared with numpy
@@ -654,5 +654,5 @@ def _alike(one: F32, other: F32) -> bool:
 
 def _rounded(x: F32, kind: str) -> F32:
     if kind == "bf16":
-        return (to_bf16(x).astype(np.uint32) << 16).view(np.float32)
+        return widened("BF16", to_bf16(x))
     return x.astype(np.float16).astype(np.float32) if kind == "fp16" else x

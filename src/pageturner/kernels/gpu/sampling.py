@@ -7,6 +7,7 @@ Owns how edits become launches. Meaning and order are those of kernels/edits.py 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from pageturner.kernels.choosing import (
     LogprobsWanted,
     SamplerOutput,
 )
+from pageturner.kernels.composites import add_candidates, add_top_logprobs
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
 from pageturner.kernels.gpu.adapter_rows import of_wanted
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
@@ -69,18 +71,17 @@ def _entries(row: int, edit: Edit) -> list[_Entries]:
             assert isinstance(edit.value, list)
             found: list[_Entries] = []
             places: dict[int, int] = {}
-            for token, value in zip(edit.ids, edit.value, strict=True):
+            for token, amount in zip(edit.ids, edit.value, strict=True):
                 place = places[token] = places.get(token, -1) + 1
                 if place == len(found):
                     found.append([])
-                found[place].append((row, token, operation, 1, value))
+                found[place].append((row, token, operation, 1, amount))
             return found
         case _:
             assert not isinstance(edit.value, list)
-            counts: dict[int, int] = {}
-            for token in edit.ids:
-                counts[token] = counts.get(token, 0) + 1
-            return [[(row, token, operation, count, edit.value) for token, count in counts.items()]]
+            value = edit.value
+            counts = Counter(edit.ids).items()
+            return [[(row, token, operation, count, value) for token, count in counts]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class Chooser:
             edit_on_device(self, logits, masks, mine)
             ids[part], values[part] = sample_on_device(self, logits, _of(args.draw, part))
             if wanted is not None and found is not None:
-                _logprobs(raw, asked, found)
+                if len(asked):
+                    add_top_logprobs(_HOST, raw, found, asked)
                 _candidates(raw, asked, found, (ids, values), args)
                 found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
 
@@ -244,8 +246,8 @@ def edit_on_device(
 def _launch_edit(ops: Chooser, logits: GpuArray, entries: _Entries) -> None:
     whole = ops.on_device(np.array([entry[:4] for entry in entries], np.int32))
     amounts = ops.on_device(np.array([entry[4] for entry in entries], np.float32))
-    arguments = (logits.address, whole.address, amounts.address, len(entries), logits.shape[1])
-    ops.driver.launch("edit", (-(-len(entries) // GROUP_ROWS),), arguments)
+    grid = (-(-len(entries) // GROUP_ROWS),)
+    ops.launches.launch("edit", grid, logits, whole, amounts, len(entries), logits.shape[1])
 
 
 def _forbid(ops: Chooser, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
@@ -267,8 +269,8 @@ def _forbid(ops: Chooser, logits: GpuArray, allowed: Allowed | None, edits: Edit
             masks.append(np.ascontiguousarray(bits[0]).view(np.int32))
     if rows:
         mask, which = ops.on_device(np.stack(masks)), ops.on_device(np.array(rows, np.int32))
-        arguments = (logits.address, mask.address, which.address, mask.shape[1], vocabulary)
-        ops.driver.launch("forbid", (len(rows), -(-vocabulary // GROUP_ROWS)), arguments)
+        grid = (len(rows), -(-vocabulary // GROUP_ROWS))
+        ops.launches.launch("forbid", grid, logits, mask, which, mask.shape[1], vocabulary)
 
 
 def sample_on_device(ops: Chooser, logits: GpuArray, draw: Draw) -> tuple[I32, F32]:
@@ -300,28 +302,29 @@ def launch_draw(
     """A token for each row and its logit. parameters: addresses of the arrays of a Draw; cuts:
     whether rows may have top-k or top-p; out: addresses of ids and logits."""
     rows, vocabulary = logits.shape
-    take, launch = ops.arena.take, ops.driver.launch
+    take, launch = ops.arena.take, ops.launches.launch
     if rows > MAX_SPLIT_TILES:
         raise EngineFault("gpu_memory", f"{rows} rows have no counters: fewer at once")
     chunks = -(-vocabulary // (VOCABULARY_TILE * VOCABULARY_SEGMENTS))
     grid = rows, -(-vocabulary // (VOCABULARY_TILE * chunks))
-    pairs = take((rows, VOCABULARY_SEGMENTS), "i64").address
-    masses = take((rows, 2 * VOCABULARY_SEGMENTS), "fp64").address
-    counts = take((rows, VOCABULARY_SEGMENTS, SAMPLE_PLACES), "i32").address
-    places, scales = take((rows, VOCABULARY_SEGMENTS + 4), "i32").address, take((rows, 2)).address
-    arrived, last = ops.arena.counters, take((rows,), "i64").address
+    pairs = take((rows, VOCABULARY_SEGMENTS), "i64")
+    masses = take((rows, 2 * VOCABULARY_SEGMENTS), "fp64")
+    counts = take((rows, VOCABULARY_SEGMENTS, SAMPLE_PLACES), "i32")
+    places = take((rows, VOCABULARY_SEGMENTS + 4), "i32")
+    scales = take((rows, 2))
+    last = take((rows,), "i64")
+    arrived = ops.arena.counters
     size = vocabulary, chunks
-    given = logits.address, *parameters[:4], pairs
-    best = counts, places, scales, masses, arrived
-    launch("sample.best.cuts" if cuts else "sample.best", grid, (*given, *best, *size))
+    given = logits, *parameters[:4], pairs
+    name = "sample.best.cuts" if cuts else "sample.best"
+    launch(name, grid, *given, counts, places, scales, masses, arrived, *size)
     if cuts:
-        found = take((rows, SAMPLE_MOST), "i32").address
-        launch("sample.collect", grid, (*given, scales, places, masses, found, *size))
+        found = take((rows, SAMPLE_MOST), "i32")
+        launch("sample.collect", grid, *given, scales, places, masses, found, *size)
         few = pairs, places, masses, found, last, *out
         bounds = vocabulary, grid[1], VOCABULARY_TILE * chunks
-        launch("sample.cut", (rows,), (logits.address, *parameters, *few, *bounds))
-    drawn = pairs, masses, last, arrived, *out
-    launch("sample.draw", grid, (logits.address, *parameters, *drawn, *size))
+        launch("sample.cut", (rows,), logits, *parameters, *few, *bounds)
+    launch("sample.draw", grid, logits, *parameters, pairs, masses, last, arrived, *out, *size)
 
 
 def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
@@ -346,16 +349,6 @@ def rows_to_host(ops: Chooser, logits: GpuArray, rows: I32) -> F32:
     return out
 
 
-def _logprobs(raw: F32, asked: I32, found: Logprobs) -> None:
-    """raw: the logits of the rows that ask."""
-    if not len(asked):
-        return
-    ids, values = found.top
-    lse, best, _ = _HOST.top_logprobs(raw, ids.shape[1])
-    found.lse[asked], ids[asked] = lse, best
-    values[asked] = np.take_along_axis(raw, best, 1) - lse[:, None]
-
-
 def _candidates(
     raw: F32, asked: I32, found: Logprobs, chosen: tuple[I32, F32], args: ChooseArgs
 ) -> None:
@@ -371,9 +364,7 @@ def _candidates(
     logits = raw[here] - found.lse[searching, None]
     masks = None if args.allowed is None else args.allowed[searching]
     apply_edits(logits, masks, None if edits is None else [edits[row] for row in searching])
+    add_candidates(_HOST, logits, found, searching)
     best, best_values = found.candidates
-    with np.errstate(invalid="ignore"):
-        best[searching] = _HOST.top_logprobs(logits, best.shape[1])[1]
-    best_values[searching] = np.take_along_axis(logits, best[searching], 1)
     ids[searching] = best[searching, 0]
     values[searching] = best_values[searching, 0]

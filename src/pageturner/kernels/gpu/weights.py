@@ -23,6 +23,7 @@ from pageturner.kernels.base import Tensor
 from pageturner.kernels.gpu.arrays import BYTES, padded
 from pageturner.kernels.gpu.catalogue import STEP
 from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.reference_arrays import to_bf16
 
 FILE_KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 # Groups lie in blocks of so many rows, each padded to a multiple of so many columns
@@ -66,6 +67,16 @@ class FloatMatrix:
     def sort(self) -> str:
         """The part of a kernel's name that says its kind."""
         return self.kind
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The addresses that a launch takes of it."""
+        return (self.address,)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The numbers that a launch takes of what is added to its elements: none."""
+        return ()
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
@@ -119,6 +130,16 @@ class Groups:
         if self.group == 0:
             return "fp8"
         return f"{self.bits}.{self.group}" + (".fp16" if self.scales == "fp16" else "")
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The addresses that a launch takes of it."""
+        return self.q, self.high, self.scale, self.low
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The numbers that a launch takes: whether there are lows, and the zero."""
+        return int(self.low != 0), self.zero
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
@@ -195,14 +216,6 @@ def _fp8(driver: Driver, tensor: Tensor) -> Matrix:
         )
     values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
     return FloatMatrix(_put(driver, to_bf16(values)), "bf16", rows, columns)
-
-
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Rounded half to even, as bits."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return (
-        (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    ).astype(np.uint16)
 
 
 @dataclass(slots=True)
