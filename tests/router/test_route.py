@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from pageturner.config.settings import RouterConfig
-from pageturner.errors import EngineFault
 from pageturner.http.http_client import ServerAddress, parse_address
 from pageturner.http.receiving import canonical_path
 from pageturner.router.documents import OWN
 from pageturner.router.load_balancer import PLACEMENTS
 from pageturner.router.request_hints import CHUNK, MAX_CHUNKS, prefix_digests
 from pageturner.server.api.openapi.operations import OPERATIONS
+from support.refusals import engine_fault
 
 from .replica import Replica, begin_stream, chunk, routed, whole, write
 
@@ -525,7 +525,7 @@ def test_addresses(url: str, address: ServerAddress) -> None:
     ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(EngineFault, match="a replica is given as http://HOST:PORT"):
+    with engine_fault("a replica is given as http://HOST:PORT"):
         parse_address(url, "a replica")
 
 
