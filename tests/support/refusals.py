@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -11,21 +10,33 @@ import pytest
 from pageturner.errors import ClientError, EngineFault
 
 
-@contextmanager
-def engine_fault(says: str | None = None, **fields: Any) -> Iterator[Any]:
-    """The block must end in an EngineFault that says this, with these fields."""
-    with pytest.raises(EngineFault, match=says) as caught:
-        yield caught
-    _compare(caught.value, fields)
+class Refusal:
+    """The block must end in an error of this kind that says this, with these fields. It is no generator: one
+    would be in the error's traceback, and keep alive whatever the block had opened."""
+
+    def __init__(self, kind: type[Exception], says: str | None, fields: dict[str, Any]) -> None:
+        self._raises = pytest.raises(kind, match=says)
+        self._fields = fields
+
+    def __enter__(self) -> Any:
+        return self._raises.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        expected = self._raises.__exit__(kind, error, traceback)
+        if expected:
+            found = {name: getattr(error, name) for name in self._fields}
+            assert found == self._fields, error
+        return expected
 
 
-@contextmanager
-def client_error(says: str | None = None, **fields: Any) -> Iterator[Any]:
-    """The block must end in a ClientError that says this, with these fields."""
-    with pytest.raises(ClientError, match=says) as caught:
-        yield caught
-    _compare(caught.value, fields)
+def engine_fault(says: str | None = None, **fields: Any) -> Refusal:
+    return Refusal(EngineFault, says, fields)
 
 
-def _compare(error: EngineFault | ClientError, fields: dict[str, Any]) -> None:
-    assert {name: getattr(error, name) for name in fields} == fields, error.message
+def client_error(says: str | None = None, **fields: Any) -> Refusal:
+    return Refusal(ClientError, says, fields)
