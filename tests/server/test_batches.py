@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from pageturner.request import BACKGROUND
-from server.conftest import Server
+from server.conftest import Server, _end
 
 TEXT = "/v1/completions"
 Start = Callable[..., Server]
@@ -75,11 +75,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
     flags = ["--batch-dir", str(folder / "kept"), "--max-file-size", "200000", "--max-files", "60"]
     server = Server(folder, flags, {}, True)
     yield server
-    server.process.kill()
-    server.finished()
-    server.http.close()
-    assert server.process.stderr is not None
-    server.process.stderr.close()
+    _end(server)
 
 
 def test_without_a_folder_they_say_how_to_have_them(server: Server) -> None:
