@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError
 from pageturner.http.origins import EVERYTHING, OriginRules, origin_rules
+from support.refusals import engine_fault
 
 from .conftest import Server
 
@@ -90,7 +91,7 @@ def test_pages_must_say_that_they_send_json_and_others_need_not() -> None:
 
 @pytest.mark.parametrize("origin", ["pages.example", "https://pages.example/path", ",x"])
 def test_what_no_browser_sends_as_its_origin_is_told(origin: str) -> None:
-    with pytest.raises(EngineFault, match="allowed_origins"):
+    with engine_fault("allowed_origins"):
         origin_rules("127.0.0.1", "", origin)
 
 

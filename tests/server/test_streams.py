@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageturner.errors import ClientError
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Failure, Request, Timings
 from pageturner.server.api.base.usage import usage
@@ -24,6 +23,7 @@ from pageturner.text.output_stream import (
     StreamTimes,
     output_streams,
 )
+from support.refusals import client_error
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -219,9 +219,8 @@ def test_only_so_many_timings_are_awaited() -> None:
 def test_the_queue_is_bounded_all_or_none() -> None:
     streams = OpenStreams(Metrics(), limit=2)
     streams.add([make(1)[0]])
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=429):
         streams.check_room([make(2)[0], make(3)[0]])
-    assert caught.value.status == 429
     streams.check_room([make(2)[0], make(3)[0]], leaving=1)
     assert list(streams.unfinished) == [1]
     assert 1 <= streams.retry_after() <= 60

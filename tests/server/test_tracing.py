@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pageturner.errors import EngineFault
 from pageturner.http import tracing
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.tracing import (
@@ -34,6 +33,7 @@ from pageturner.request import Timings
 from pageturner.router.forwarding import HOP
 from pageturner.server.observability.answer_spans import AnswerSpans, note_answer
 from pageturner.text.output_stream import OutputStream, StreamTimes
+from support.refusals import engine_fault
 
 from .conftest import Server
 from .test_batches import TEXT, as_file, ended, line, upload
@@ -484,13 +484,13 @@ def test_endpoints_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         "http://[::1",
         "http://there:99999",
     ):
-        with pytest.raises(EngineFault, match="OTLP over HTTP") as raised:
+        with engine_fault("OTLP over HTTP") as raised:
             check_endpoint(wrong)
         assert "secret" not in raised.value.message
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(EngineFault) as missing:
+    with engine_fault() as missing:
         check_endpoint("http://localhost:4318")
     assert missing.value.message == MISSING
     assert 'pip install "pageturner[otel]"' in MISSING
