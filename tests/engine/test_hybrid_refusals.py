@@ -9,10 +9,10 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
+from pageturner.errors import EngineFault
 from pageturner.kernels.cpu import native_module
 from pageturner.parallel import tensor_parallel
 from support.engines import GOLDENS
-from support.refusals import engine_fault
 
 pytestmark = pytest.mark.skipif(
     not native_module.available_isas(), reason="the kernels are not compiled"
@@ -37,8 +37,9 @@ def engine(**settings: Any) -> Any:
 def test_settings(tmp_path: Path, settings: dict[str, Any], code: str, says: str) -> None:
     if "kv_file" in settings:
         settings = {"kv_file": str(tmp_path / "kv")}
-    with engine_fault(says, code=code):
+    with pytest.raises(EngineFault, match=says) as fault:
         engine(**settings)
+    assert fault.value.code == code
 
 
 @pytest.mark.parametrize(
@@ -52,5 +53,6 @@ def test_before_any_weight_is_read(
     settings: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_parallel, "load", lambda *rest: pytest.fail("it was loaded"))
-    with engine_fault("recurrent", code=code):
+    with pytest.raises(EngineFault, match="recurrent") as fault:
         engine(**settings)
+    assert fault.value.code == code

@@ -27,7 +27,6 @@ from pageturner.kv.kv_block_file import PAGE, RECORD, BlockFile, Read
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
 from support.engines import GOLDENS, run
-from support.refusals import engine_fault
 from support.schedulers import check
 
 pytestmark = pytest.mark.skipif(
@@ -357,14 +356,15 @@ def test_a_file_that_cannot_be_used_is_left_as_it_is(tmp_path: Path) -> None:
         (tmp_path, "kv_file"),
         (tmp_path / "no" / "kv", "kv_file"),
     ):
-        with engine_fault(code=code) as error:
+        with pytest.raises(EngineFault) as error:
             opened(path)
+        assert error.value.code == code
         assert "--kv-file" in error.value.message
     assert foreign.read_bytes() == b"somebody's letters"
     opened(tmp_path / "kv").close()
-    with engine_fault("not of this model"):
+    with pytest.raises(EngineFault, match="not of this model"):
         BlockFile(str(tmp_path / "kv"), room(8), b"o" * 32, BYTES)
-    with engine_fault("ask for more"):
+    with pytest.raises(EngineFault, match="ask for more"):
         BlockFile(str(tmp_path / "small"), 100, ID, BYTES)
 
 
@@ -424,7 +424,7 @@ def test_a_file_that_may_only_be_read_is_read(
     assert found(file, 3) == set()
     file.close()
     assert path.read_bytes() == before
-    with engine_fault("Read-only file system"):
+    with pytest.raises(EngineFault, match="Read-only file system"):
         opened(tmp_path / "absent")
 
 
@@ -454,5 +454,6 @@ def test_what_is_forgotten_is_found_nowhere(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], code: str) -> None:
-    with engine_fault(code=code):
+    with pytest.raises(EngineFault) as error:
         make_engine(EngineConfig(model=str(TINY), **settings))
+    assert error.value.code == code
