@@ -27,7 +27,7 @@ from pageturner.formats.ggml_types import KINDS
 from pageturner.kernels.cpu import native_module
 from support.gguf_writer import float_tensor, gguf_bytes, taken_apart
 from support.hf_folder import GOLDENS, make_folder, tokenizer_json, write_json
-from support.refusals import client_error, engine_fault
+from support.refusals import client_error, engine_fault, refusal_of
 from support.safetensors_writer import tensors_of, write_safetensors
 
 SERVE = [sys.executable, "-m", "pageturner", "serve"]
@@ -426,7 +426,7 @@ def test_what_is_odd_about_a_model_is_in_the_servers_log(tmp_path: Path) -> None
             assert part in log
         chat = {"messages": [{"role": "user", "content": "hi"}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "template_error")
+        assert refusal_of(answer) == (400, "template_error")
         asked = [
             httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60) for _ in range(2)
         ]

@@ -119,11 +119,6 @@ def test_grammars_stand_under_the_names_of_llamacpp_too() -> None:
         decode(b'{"grammar": "x", "structured_outputs": {"grammar": "y"}}')
 
 
-def test_a_wrong_key_of_logit_bias_is_named(client: httpx.Client) -> None:
-    answer = client.post("/v1/completions", json={"prompt": "a", "logit_bias": {"3": 1, "abc": 1}})
-    assert (answer.status_code, "'abc'" in answer.text) == (400, True)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_either_end_of_a_prompt_goes(client: httpx.Client, side: str) -> None:
     more = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
@@ -255,9 +250,12 @@ def test_a_chat_begins_with_the_message_that_it_goes_on_with(
 
 def test_every_wrong_key_of_a_bias_is_named(client: httpx.Client) -> None:
     asked = {"prompt": "a", "logit_bias": {"bad1": 5, "7": 1, "bad2": 2}}
-    message = client.post("/v1/completions", json=asked).json()["error"]["message"]
-    assert "bad1" in message
-    assert "bad2" in message
+    answer = client.post("/v1/completions", json=asked)
+    assert (answer.status_code, "'bad1'" in answer.text, "'bad2'" in answer.text) == (
+        400,
+        True,
+        True,
+    )
 
 
 def test_pieces_of_tokens(client: httpx.Client) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pageturner.server.api.base.body import decode
 from pageturner.text.grammar.check import byte_tokens, compiled
 from pageturner.text.structured_outputs import StructuredOutputsParams
-from support.refusals import client_error
+from support.refusals import client_error, refusal_of
 
 from .conftest import Server
 from .test_openai import chat, completion, refusal
@@ -80,7 +80,7 @@ def test_a_compressed_body_is_a_415(server: Server) -> None:
     response = server.http.post(
         "/v1/completions", content=body, headers={"content-encoding": "gzip"}
     )
-    assert (response.status_code, response.json()["error"]["reason"]) == (
+    assert refusal_of(response) == (
         415,
         "unsupported_encoding",
     )

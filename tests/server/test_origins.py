@@ -8,7 +8,7 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.http.origins import EVERYTHING, OriginRules, origin_rules
-from support.refusals import engine_fault
+from support.refusals import engine_fault, refusal_of
 
 from .conftest import Server
 
@@ -143,7 +143,7 @@ def test_pages_are_there_under_the_names_of_the_server(server: Server, start: St
             own = one.http.get(path)
             foreign = one.http.get(path, headers={"host": "evil.example"})
             assert own.status_code == 200
-            assert (foreign.status_code, foreign.json()["error"]["reason"]) == (
+            assert refusal_of(foreign) == (
                 403,
                 "host_not_allowed",
             )
@@ -201,4 +201,4 @@ def test_with_keys_the_key_decides(start: Start) -> None:
 def test_what_says_whose_a_request_is_may_be_said_only_once(server: Server, name: str) -> None:
     headers = [(name, "good"), (name.lower(), "evil")]
     refused = server.http.get("/v1/models", headers=headers)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "duplicate_header")
+    assert refusal_of(refused) == (400, "duplicate_header")

@@ -25,7 +25,7 @@ from pageturner.text import receipt as form
 from pageturner.text.receipt import NoReceipt, Receipt
 from pageturner.text.receipt_key import read_key
 from support.receipts import KEY, PARAMS, flipped, leaves, plain, receipt_of
-from support.refusals import client_error, engine_fault
+from support.refusals import client_error, engine_fault, refusal_of
 
 from .bytes_tokenizer import BytesTokenizer, token_at
 from .conftest import Server
@@ -229,7 +229,7 @@ def test_the_model_is_hashed_once_and_by_who_asks(
     assert asked == [file]
 
 
-def test_a_model_that_cannot_be_read_is_tried_again(
+async def test_a_model_that_cannot_be_read_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, found = tmp_path / "model.gguf", [EngineFault("model_unreadable", "no"), "sha256:1"]
@@ -240,15 +240,12 @@ def test_a_model_that_cannot_be_read_is_tried_again(
             raise one
         return one
 
-    async def ask() -> None:
-        receipts = receipts_of(file)
-        with client_error("no", status=503, code="model_unreadable"):
-            await receipts.write(None, ABOUT, [])
-        await asyncio.wait({again := receipts.hashed()})
-        assert again.result() == "sha256:1"
-
     monkeypatch.setattr(receipts_module, "model_hash", hash_of_model)
-    asyncio.run(ask())
+    receipts = receipts_of(file)
+    with client_error("no", status=503, code="model_unreadable"):
+        await receipts.write(None, ABOUT, [])
+    await asyncio.wait({again := receipts.hashed()})
+    assert again.result() == "sha256:1"
 
 
 def test_an_answer_that_two_builds_made_has_no_receipt(tmp_path: Path) -> None:
@@ -374,7 +371,7 @@ def test_a_server_with_a_key_signs(start: Callable[..., Server], tmp_path: Path)
     assert receipt.model_hash == "sha256:" + hashlib.sha256(b"weights").hexdigest()
     model.write_bytes(b"other weights")
     refused = post(own, **asked)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (409, "model_changed")
+    assert refusal_of(refused) == (409, "model_changed")
     assert post(own, prompt="x", max_tokens=3).status_code == 200
     assert KEY.decode() not in own.log
 

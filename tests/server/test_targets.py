@@ -22,7 +22,7 @@ from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.output_stream import OutputStream, StreamTimes
-from support.refusals import client_error
+from support.refusals import client_error, refusal_of
 
 from .bytes_tokenizer import BytesTokenizer
 from .conftest import Server
@@ -147,7 +147,7 @@ def test_refused_for_its_target_and_taken_when_it_was_told(
     server, _ = busy
     hurry = {"max_tokens": 2, "ttft_target_ms": 60, "stream": True}
     refused = ask(server, **hurry)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (
+    assert refusal_of(refused) == (
         429,
         "ttft_target_unreachable",
     )
@@ -183,7 +183,7 @@ def _sorted(server: Server) -> str:
 def test_a_deadline_ends_who_waits_and_who_runs(busy: tuple[Server, threading.Thread]) -> None:
     server, first = busy
     waiting = ask(server, max_tokens=2, deadline_ms=400)
-    assert (waiting.status_code, waiting.json()["error"]["reason"]) == (429, "deadline_unreachable")
+    assert refusal_of(waiting) == (429, "deadline_unreachable")
     first.join()
     running = ask(server, max_tokens=2000, deadline_ms=250)
     assert (running.status_code, running.json()["error"]["type"]) == (504, "GatewayTimeoutError")
@@ -201,7 +201,7 @@ def test_a_deadline_holds_while_there_is_no_engine(start: Callable[..., Server])
     """It is the supervisor that ends it, a little later."""
     server = start("--engine-timeout", "60", FAKE_STEP_SECONDS="0.001")
     answer = ask(server, prompt="<|stall|>", max_tokens=5, deadline_ms=200)
-    assert (answer.status_code, answer.json()["error"]["reason"]) == (504, "deadline_exceeded")
+    assert refusal_of(answer) == (504, "deadline_exceeded")
     server.until(lambda: server.notes("abort"))
 
 

@@ -127,16 +127,13 @@ async def secured(here: Loopback, sock: socket.socket) -> ssl.SSLSocket:
 
 
 @pytest.mark.parametrize("request_", [GET, GET.replace(b"connection: close\r\n", b"")])
-def test_who_does_not_read_is_cut_off(request_: bytes) -> None:
+async def test_who_does_not_read_is_cut_off(request_: bytes) -> None:
     """What was encrypted waits, too."""
 
-    async def run() -> None:
-        async with loopback(b"x" * 20_000_000, Certificates(CONFIG)) as here:
-            with socket.socket() as sock, await secured(here, sock) as secure:
-                secure.sendall(request_)
-                await until(lambda: here.refused["client_too_slow"])
-
-    asyncio.run(run())
+    async with loopback(b"x" * 20_000_000, Certificates(CONFIG)) as here:
+        with socket.socket() as sock, await secured(here, sock) as secure:
+            secure.sendall(request_)
+            await until(lambda: here.refused["client_too_slow"])
 
 
 def test_who_does_not_say_goodbye_is_not_waited_for() -> None:

@@ -263,25 +263,23 @@ def test_times_that_are_none_make_no_spans() -> None:
     assert not {"prefill", "decode", "stalled", "later"} & set(kept.spans)
 
 
-def test_an_account_that_comes_late_is_waited_for() -> None:
-    async def run() -> None:
-        begin = time.monotonic() - 1.0
-        late, info = answered(begin, *SPANS).streams[0].times, answered(begin)
+async def test_an_account_that_comes_late_is_waited_for() -> None:
 
-        async def settle(streams: list[OutputStream]) -> None:
-            await asyncio.sleep(0)
-            streams[0].times.timings = late.timings
+    begin = time.monotonic() - 1.0
+    late, info = answered(begin, *SPANS).streams[0].times, answered(begin)
 
-        kept = Kept(settle=settle)
-        trace = kept.traces.begin(scope())
-        assert trace is not None
-        kept.traces.end(trace, info)
-        assert not kept.spans
-        await kept.traces.close()
-        assert "prefill" in kept.spans
-        assert "chat tiny" in kept.spans
+    async def settle(streams: list[OutputStream]) -> None:
+        await asyncio.sleep(0)
+        streams[0].times.timings = late.timings
 
-    asyncio.run(run())
+    kept = Kept(settle=settle)
+    trace = kept.traces.begin(scope())
+    assert trace is not None
+    kept.traces.end(trace, info)
+    assert not kept.spans
+    await kept.traces.close()
+    assert "prefill" in kept.spans
+    assert "chat tiny" in kept.spans
 
 
 def test_a_router_hands_its_own_span_on_as_the_parent() -> None:

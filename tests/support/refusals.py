@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+import httpx
 import pytest
 
 from pageturner.errors import ClientError, EngineFault
@@ -40,3 +41,8 @@ def engine_fault(says: str | None = None, **fields: Any) -> Refusal:
 
 def client_error(says: str | None = None, **fields: Any) -> Refusal:
     return Refusal(ClientError, says, fields)
+
+
+def refusal_of(answer: httpx.Response) -> tuple[int, str]:
+    """The status of an answer that refuses, and its reason."""
+    return answer.status_code, answer.json()["error"]["reason"]
