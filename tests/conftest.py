@@ -14,10 +14,10 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs in an event loop of its own, for a minute at most."""
+    """A test that is a coroutine runs in an event loop of its own, for five minutes at most."""
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
     named = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    asyncio.run(asyncio.wait_for(test(**named), 60))
+    asyncio.run(asyncio.wait_for(test(**named), 300))
     return True
