@@ -8,13 +8,11 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 import pageturner
 from pageturner import cli
-from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits, check_prompts
 from pageturner.server.api.base.translate import FieldMap
+from support.refusals import client_error
 
 HOUSE = Path(pageturner.__file__).parent
 # flags of other programs (pip, ray, vLLM), of our own processes among themselves, and variables of CSS
@@ -63,7 +61,7 @@ def test_flags_that_texts_name_are_there() -> None:
 def test_a_renamed_field_leaves_flags_as_they_are() -> None:
     for theirs in ("documents", "input", "options.prompt", "\\1"):
         fields = FieldMap(taken=(), names={"prompt": theirs, "max": "most", "prompts": "none"})
-        with pytest.raises(ClientError) as caught:
+        with client_error() as caught:
             fields.renaming(lambda: check_prompts(3, RequestLimits(prompts=2)))
         assert FLAG.findall(caught.value.message) == ["--max-prompts-per-request"]
         assert caught.value.param == theirs

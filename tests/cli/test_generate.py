@@ -17,8 +17,8 @@ import pytest
 from pageturner import LLM, SamplingParams, cli
 from pageturner.cli.sampling_flags import SamplingOptions
 from pageturner.cli.sources import AnswerSummary, RemoteServer
-from pageturner.errors import ClientError
 from support.hf_folder import make_folder
+from support.refusals import client_error
 
 from .conftest import Server
 
@@ -266,7 +266,7 @@ def test_a_stream_that_goes_wrong_is_said(answer: bytes, message: str) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         remote = RemoteServer(f"http://127.0.0.1:{listener.getsockname()[1]}", "m")
-        with pytest.raises(ClientError, match=message):
+        with client_error(message):
             list(remote.complete("x", SamplingOptions()))
         thread.join(10)
 

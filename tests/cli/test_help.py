@@ -18,7 +18,7 @@ from pageturner.cli.completion import flags_of
 from pageturner.cli.examples import EXAMPLES
 from pageturner.config import setting_flags
 from pageturner.config import settings as config
-from pageturner.errors import EngineFault
+from support.refusals import engine_fault
 
 
 def help_of(names: tuple[str, ...]) -> str:
@@ -147,9 +147,8 @@ def test_what_changes_nothing_is_left_out_with_a_note(flag: str) -> None:
 
 @pytest.mark.parametrize("flag", ANSWERED)
 def test_other_flags_are_answered_with_ours(flag: str) -> None:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="bad_setting") as caught:
         other_names.translate(["m", flag, "1"], SERVE)
-    assert caught.value.code == "bad_setting"
     assert caught.value.message == f"{flag} is not a flag here: {RULES[flag].text}"
 
 
@@ -164,7 +163,7 @@ def test_flags_of_others_are_those_of_the_command_that_is_asked(typed: str, ours
     known = flags_of(help_of(("chat",)))
     assert other_names.translate(typed.split(), known) == (ours.split(), [])
     if "--alias" not in typed:
-        with pytest.raises(EngineFault, match="--generation-config FILE"):
+        with engine_fault("--generation-config FILE"):
             other_names.translate(typed.split(), SERVE)
 
 
@@ -210,9 +209,8 @@ def test_variables_of_ollama_are_answered(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_values_of_vllm_without_an_equal_are_answered(words: str) -> None:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="bad_setting"):
         other_names.translate(shlex.split(words), SERVE)
-    assert caught.value.code == "bad_setting"
 
 
 def test_commands_without_an_engine_keep_their_flags() -> None:
@@ -316,9 +314,8 @@ def test_flags_of_vllms_bench_serve_are_understood_or_answered() -> None:
     ]
     ours = ["--input-len", "30", "--output-len=5", "--concurrency", "2", "--seed", "1"]
     assert other_names.translate(words, known) == (ours, [])
-    with pytest.raises(EngineFault, match="--base-url http://HOST:PORT") as caught:
+    with engine_fault("--base-url http://HOST:PORT", code="bad_setting"):
         other_names.translate(["--port", "8001"], known)
-    assert caught.value.code == "bad_setting"
 
 
 def test_a_trace_without_its_flag_is_told_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from pageturner import cli
 from pageturner.cli import models
-from pageturner.errors import EngineFault
 from pageturner.formats import hub
+from support.refusals import engine_fault
 
 WEIGHTS = os.urandom(300_000)
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": WEIGHTS}
@@ -144,17 +144,15 @@ def test_a_full_disk_is_seen_beforehand(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     big = type("File", (), {"will_download": True, "file_size": 1 << 60})
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **b: [big])
-    with pytest.raises(EngineFault, match="MB free") as caught:
+    with engine_fault("MB free", code="disk_full"):
         models.room("org/tiny")
-    assert caught.value.code == "disk_full"
 
     def full(*arguments: object, **named: object) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="disk_full"):
         hub.resolve("org/tiny")
-    assert caught.value.code == "disk_full"
 
 
 def test_an_alias_is_listed_and_removed(
@@ -171,7 +169,7 @@ def test_an_alias_is_listed_and_removed(
     assert path.exists()
     assert models.remove("smollm2", yes=False, ask=lambda question: "y")
     assert not path.exists()
-    with pytest.raises(EngineFault, match="there are none"):
+    with engine_fault("there are none"):
         models.remove("smollm2", yes=True)
 
 

@@ -23,13 +23,12 @@ import httpx
 import pytest
 
 from pageturner import LLM, SamplingParams, cli
-from pageturner.errors import ClientError, EngineFault
 from pageturner.formats.ggml_types import KINDS
-from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.cpu import native_module
 from support.gguf_writer import float_tensor, gguf_bytes, taken_apart
 from support.hf_folder import GOLDENS, make_folder, tokenizer_json, write_json
-from support.safetensors_writer import write_safetensors
+from support.refusals import client_error, engine_fault, refusal_of
+from support.safetensors_writer import tensors_of, write_safetensors
 
 SERVE = [sys.executable, "-m", "pageturner", "serve"]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -62,8 +61,7 @@ def without(pattern: str) -> Build:
 
 def joined(folder: Path) -> dict[str, Any]:
     """The shards as a dictionary; they leave the folder."""
-    file = open_safetensors(folder)
-    tensors = {name: (*file.tensor(name)[:2], bytes(file.tensor(name)[2])) for name in file.tensors}
+    tensors = tensors_of(folder)
     without("*.safetensors*")(folder)
     return tensors
 
@@ -316,7 +314,7 @@ def test_bad_models_through_llm(
     path, says = bad
     assert cli.main(["generate", str(path), "--backend", "reference", "-p", "x"]) == 1
     check(capsys.readouterr().err, path, says)
-    with pytest.raises(EngineFault):
+    with engine_fault():
         LLM(str(path), backend="reference")
 
 
@@ -371,9 +369,8 @@ def test_a_bad_template_refuses_chats_and_nothing_else(
     folder = make_folder(tmp_path / "model")
     write_json(folder / "tokenizer_config.json", {"eos_token": "</s>", "chat_template": template})
     llm = LLM(str(folder), backend="reference")
-    with pytest.raises(ClientError, match="the model's chat template") as caught:
+    with client_error("the model's chat template", status=400, code="template_error") as caught:
         llm.chat([{"role": "user", "content": "hi"}])
-    assert (caught.value.status, caught.value.code) == (400, "template_error")
     assert says in caught.value.message
     assert llm.generate("hi", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
     words = ["generate", str(folder), "--backend", "reference", "-p", "x", "--chat"]
@@ -404,7 +401,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path, backend: str) -> None
     llm = LLM(str(folder), backend=backend)
     assert llm.generate("hi", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
     for prompt in ("a<extra140>", [5, 320], [5, -1]):
-        with pytest.raises(ClientError, match="token ids are 0 to 319"):
+        with client_error("token ids are 0 to 319"):
             llm.generate([prompt], SamplingParams(max_tokens=2))
 
 
@@ -429,7 +426,7 @@ def test_what_is_odd_about_a_model_is_in_the_servers_log(tmp_path: Path) -> None
             assert part in log
         chat = {"messages": [{"role": "user", "content": "hi"}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "template_error")
+        assert refusal_of(answer) == (400, "template_error")
         asked = [
             httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60) for _ in range(2)
         ]

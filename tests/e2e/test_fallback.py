@@ -12,10 +12,10 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.backends import make_ops
 from pageturner.engine.engine_factory import make_engine
-from pageturner.errors import EngineFault
 from pageturner.kernels.cpu import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
+from support.refusals import engine_fault
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 MODEL = str(GOLDENS / "tiny_llama.gguf")
@@ -86,14 +86,13 @@ def test_asking_for_native_kernels_that_are_not_there_is_a_fault(
     monkeypatch.setattr(
         native_module, "supported", lambda: (False, "not built: install a compiler")
     )
-    with pytest.raises(EngineFault, match="not built") as fault:
+    with engine_fault("not built", code="no_native_backend"):
         make_ops(EngineConfig(backend="native"))
-    assert fault.value.code == "no_native_backend"
 
 
 def test_an_instruction_set_that_does_not_exist_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native_module.available_isas():
         pytest.skip("the native kernels are not built")
     monkeypatch.setenv("PAGETURNER_ISA", "sse9")
-    with pytest.raises(EngineFault, match="sse9"):
+    with engine_fault("sse9"):
         make_ops(EngineConfig(backend="native"))

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from pageturner import LLM, SamplingParams, StructuredOutputsParams
-from pageturner.errors import ClientError
+from support.refusals import client_error
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 PROMPTS = ["the old house", "her very", "no", "it was the end of all that"]
@@ -101,11 +101,10 @@ def test_an_answer_may_be_cut_by_max_tokens(llm: LLM) -> None:
 def test_an_answer_that_can_never_end_is_refused(llm: LLM) -> None:
     """What is certain of it needs more tokens than it may have; with one more it may be had."""
     text = "verily 東京 verily"
-    with pytest.raises(ClientError) as refused:
+    with client_error(code="grammar_too_long") as refused:
         llm.generate("the old house", params(max_tokens=3, choice=[text]))
-    assert refused.value.code == "grammar_too_long"
     least = int(refused.value.message.split(" has ")[1].split()[0])
-    with pytest.raises(ClientError):
+    with client_error():
         llm.generate("the old house", params(max_tokens=least - 1, choice=[text]))
     assert (
         llm.generate("the old house", params(max_tokens=least, choice=[text]))[0]
@@ -148,15 +147,13 @@ def test_whoever_sees_no_logits_gets_the_same_tokens(llm: LLM) -> None:
 def test_nothing_left_to_choose_is_said(llm: LLM) -> None:
     grammar = StructuredOutputsParams(choice=["no"])
     asked = SamplingParams(structured_outputs=grammar, allowed_token_ids=(5, 6))
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="nothing_allowed"):
         llm.generate("the old house", asked)
-    assert caught.value.code == "nothing_allowed"
 
 
 def test_a_grammar_that_only_the_engine_can_refuse(llm: LLM) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="invalid_grammar"):
         llm.generate("the old house", SamplingParams(structured_outputs="start: foo"))
-    assert caught.value.code == "invalid_grammar"
     assert not llm.built.engine.has_work
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from support.engines import GOLDENS
+from support.refusals import refusal_of
 from support.servers import serving
 
 FLAGS = ("--max-num-seqs", "2", "--threads", "1", "--kv-cache-memory", "4M")
@@ -128,4 +129,4 @@ def test_nobody_is_told_who_did_not_ask(server: httpx.Client) -> None:
     assert "timings" not in answer.raise_for_status().json()
     assert server.get("/v1/requests/quiet/timeline").status_code == 200, "it can still be asked"
     missing = server.get("/v1/requests/nobody/timeline")
-    assert (missing.status_code, missing.json()["error"]["reason"]) == (404, "unknown_request")
+    assert refusal_of(missing) == (404, "unknown_request")

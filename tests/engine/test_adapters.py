@@ -9,13 +9,13 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.engine.engine import Engine
-from pageturner.errors import ClientError, EngineFault
 from pageturner.executor import adapters as module
 from pageturner.ipc.adapter_messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pageturner.models.load import open_model
 from pageturner.request import Event, Request
 from pageturner.text.structured_outputs import StructuredOutputsParams
 from support.adapters import ALL, TOP, write_adapter
+from support.refusals import client_error, engine_fault
 
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
 SPEC = open_model(TINY)[1]
@@ -106,7 +106,7 @@ def test_who_waits_delays_nobody_and_unloading_finishes_first(folders: dict[str,
     assert [event.id for event in first if event.finish] == [3]
     a = digest("a")
     made.adapters.unload("a")
-    with pytest.raises(ClientError, match="no adapter 'a'"):
+    with client_error("no adapter 'a'"):
         made.generate("x", P, lora="a", progress=False)
     ends = [event.id for event in drive(engine, 2) if event.finish == "length"]
     assert ends == [1, 2]
@@ -250,10 +250,10 @@ def test_sessions_keep_their_adapter(folders: dict[str, Path]) -> None:
 
 def test_names_that_are_not_there(folders: dict[str, Path]) -> None:
     made = llm({"a": folders["a"]})
-    with pytest.raises(ClientError, match="no adapter 'z': there are 'a'"):
+    with client_error("no adapter 'z': there are 'a'"):
         made.generate("x", P, lora="z", progress=False)
-    with pytest.raises(ClientError, match="2 prompts but 1 adapters"):
+    with client_error("2 prompts but 1 adapters"):
         made.generate(["x", "y"], P, lora=["a"], progress=False)
-    with pytest.raises(EngineFault, match="is no folder"):
+    with engine_fault("is no folder"):
         made.adapters.load("b", "/nowhere/at/all")
     assert tokens(made, "a")

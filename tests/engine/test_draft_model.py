@@ -11,7 +11,6 @@ import pytest
 from pageturner import LLM
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
-from pageturner.errors import EngineFault
 from pageturner.executor.draft import Costs, best_length
 from pageturner.executor.draft_compatibility import check_tokens, cost_of
 from pageturner.executor.draft_model import CATCH_UP, MAX_DRAFT, DraftModel
@@ -28,6 +27,7 @@ from support.engines import GOLDENS, Model, Setup, answers
 from support.gguf_writer import gguf_bytes, taken_apart
 from support.hf_folder import make_folder
 from support.poison import poison_blocks
+from support.refusals import engine_fault
 
 TINY = GOLDENS / "tiny_llama_quant.gguf"
 FREE = Costs(step=0.0, rows=1e9)  # drafts always pay
@@ -364,9 +364,8 @@ def test_a_draft_model_that_is_too_large_is_told() -> None:
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, object], code: str, message: str) -> None:
-    with pytest.raises(EngineFault, match=message) as caught:
+    with engine_fault(message, code=code):
         make_engine(config(**settings))
-    assert caught.value.code == code
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -377,14 +376,11 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     )  # type: ignore[arg-type]
     tokens[200], tokens[201] = tokens[201], tokens[200]
     swapped = _changed(tmp_path, "swapped", {"tokenizer.ggml.tokens": tokens})
-    with pytest.raises(
-        EngineFault, match=r"token 200 is .* to the model and .* to the draft"
-    ) as caught:
+    with engine_fault(r"token 200 is .* to the model and .* to the draft", code="draft_model"):
         make_engine(config(draft_model=str(swapped)))
-    assert caught.value.code == "draft_model"
     kinds[1] = 1
     plain = _changed(tmp_path, "plain", {"tokenizer.ggml.token_type": kinds})
-    with pytest.raises(EngineFault, match="token 1 is a control token to one of them"):
+    with engine_fault("token 1 is a control token to one of them"):
         make_engine(config(draft_model=str(plain)))
 
 

@@ -69,6 +69,6 @@ def test_the_fake_executor_obeys_too() -> None:
 
 
 def test_scheduler_and_policies_cannot_see_it() -> None:
-    for room in ("core", "policies"):
+    for room in ("scheduler", "policies"):
         for path in (ROOT / "src" / "pageturner" / room).glob("*.py"):
             assert "forced_end" not in path.read_text(), path

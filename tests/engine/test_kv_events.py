@@ -13,11 +13,11 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
-from pageturner.errors import EngineFault
 from pageturner.kv import kv_events
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import run
+from support.refusals import engine_fault
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed (the extra kv-events)")
 SIZE = 4
@@ -192,20 +192,19 @@ def test_a_full_queue_drops_batches_and_never_waits(
     "address", ["5557", "udp://*:1", "tcp://*:nowhere", "tcp://", "tcp://*:99999999"]
 )
 def test_addresses_that_cannot_be(address: str) -> None:
-    with pytest.raises(EngineFault) as error:
+    with engine_fault(code="kv_events_address"):
         engine(address)
-    assert error.value.code == "kv_events_address"
 
 
 def test_an_address_in_use_is_said_to_be(addresses: tuple[str, str]) -> None:
     socket = zmq.Context.instance().socket(zmq.PUB)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    with pytest.raises(EngineFault, match="Address already in use"):
+    with engine_fault("Address already in use"):
         engine(f"tcp://127.0.0.1:{port}")
     socket.close(0)
 
 
 def test_without_zeromq_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(EngineFault, match="kv-events"):
+    with engine_fault("kv-events"):
         engine("tcp://127.0.0.1:0")

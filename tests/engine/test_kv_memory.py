@@ -9,7 +9,6 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
-from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import GIB, KVForm, KVSizes, plan_kv
 from pageturner.kernels.base import KVSpec
 from pageturner.kernels.recurrent import RecurrentSpec
@@ -17,6 +16,7 @@ from pageturner.models.spec import LinearSpec
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS, answers
+from support.refusals import engine_fault
 
 MIB = 1 << 20
 FREE = 16 * GIB
@@ -95,15 +95,15 @@ def test_two_shapes_of_kv_never_lie_in_one_kind_of_block() -> None:
     assert both.split(12) == (replace(both, beside=None), local)
     sizes = plan(both, 12, 512, kv_cache_memory=2048 * MIB)
     assert sizes == KVSizes((2048 * 1024 - 64 * 65 * 192) // 96, 512, 64 * 65)
-    with pytest.raises(EngineFault, match="no room"):
+    with engine_fault("no room"):
         plan(both, 12, 512, kv_cache_memory=9 * MIB)
-    with pytest.raises(EngineFault, match="KV tiers"):
+    with engine_fault("KV tiers"):
         plan(both, 0, 0, kv_cache_memory=2048 * MIB)
 
 
 @pytest.mark.parametrize("memory", [100, FREE + 1])
 def test_memory_that_cannot_be(memory: int) -> None:
-    with pytest.raises(EngineFault, match=r"KV cache|--kv-cache-memory"):
+    with engine_fault(r"KV cache|--kv-cache-memory"):
         plan(GEMMA, 15, 512, kv_cache_memory=memory)
 
 
@@ -168,5 +168,5 @@ def test_states_of_running_sequences_come_first_then_three_fifths_for_those_that
     crowd = planned(max_num_seqs=1000)  # half of the memory holds fewer
     seats = (total // 2 // (state + tail) - 1) // 2
     assert crowd.tails == 2 * seats
-    with pytest.raises(EngineFault, match="recurrent states"):
+    with engine_fault("recurrent states"):
         plan_kv(form, EngineConfig(model="x", kv_cache_memory=100 * MIB), 4096, FREE)

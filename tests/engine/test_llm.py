@@ -11,7 +11,7 @@ import pytest
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.fingerprint import weights_digest
-from pageturner.errors import ClientError, EngineFault
+from support.refusals import client_error, engine_fault
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -121,16 +121,15 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 4)]
     outputs = llm.generate(["a", "b"], params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4]
-    with pytest.raises(ClientError, match="2 prompts but 1"):
+    with client_error("2 prompts but 1"):
         llm.generate(["a", "b"], params[:1])
 
 
 def test_a_prompt_that_cannot_run_is_refused_and_nothing_stays(llm: LLM) -> None:
-    with pytest.raises(ClientError) as refused:
+    with client_error(code="prompt_too_long"):
         llm.generate(["fine", [5] * 5000], GREEDY)
-    assert refused.value.code == "prompt_too_long"
     assert idle(llm)
-    with pytest.raises(ClientError, match="at least one"):
+    with client_error("at least one"):
         llm.generate([[]], GREEDY)
 
 
@@ -149,9 +148,8 @@ def test_settings_that_cannot_work_are_faults() -> None:
         ({"kv_cache_memory": 1 << 60}, "kv_memory"),
         ({"kv_cache_memory": 100}, "kv_memory"),
     ):
-        with pytest.raises(EngineFault) as fault:
+        with engine_fault(code=code):
             LLM(path, backend="reference", **settings)
-        assert fault.value.code == code, settings
 
 
 def test_a_cancelled_stream_keeps_what_it_has_and_frees_its_blocks(llm: LLM) -> None:

@@ -9,7 +9,6 @@ from itertools import count
 import numpy as np
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.formats.gguf import open_gguf
 from pageturner.models.decoder import Decoder
 from pageturner.params import POOLINGS, SamplingParams
@@ -20,6 +19,7 @@ from pageturner.text.pooled_sum import PooledSum
 from server.bytes_tokenizer import BytesTokenizer
 from support.decoding import backend
 from support.engines import GOLDENS, Model, Setup
+from support.refusals import client_error
 
 GOLDEN = np.load(GOLDENS / "tiny_llama.npz")
 PROMPT = tuple(GOLDEN["prompt_2"].tolist())
@@ -183,5 +183,5 @@ def test_a_stream_keeps_what_came_once() -> None:
 
 
 def test_nothing_that_answers_takes_a_pooling() -> None:
-    with pytest.raises(ClientError, match="pooling is for embeddings"):
+    with client_error("pooling is for embeddings"):
         parameters.resolve(SamplingParams(pooling="mean"), BytesTokenizer(), 266)

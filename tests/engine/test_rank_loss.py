@@ -27,6 +27,7 @@ from pageturner.parallel import tensor_parallel
 from pageturner.parallel.tensor_parallel import RankProcesses
 from support.decoding import Decoding
 from support.ranks import ranks
+from support.refusals import engine_fault
 from support.servers import serving
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -67,11 +68,8 @@ def test_what_fails_after_others_were_told_ends_them(monkeypatch: pytest.MonkeyP
         ops.at_loss = at_loss
         monkeypatch.setattr(ops.own, "hidden", fails)
         for _ in range(2):  # and for good
-            with pytest.raises(
-                EngineFault, match=r"in the midst \(rank 1 of 2: ended by SIGKILL\)"
-            ) as caught:
+            with engine_fault(r"in the midst \(rank 1 of 2: ended by SIGKILL\)", code="rank_lost"):
                 runs.step([("a", [1, 2, 3])])
-            assert caught.value.code == "rank_lost"
         assert lost == ["asked"]
 
 
@@ -146,11 +144,8 @@ def test_a_rank_says_why_it_ends(lives: bool) -> None:
         if lives:
             with suppress(RuntimeError):  # whoever looks first
                 zero.native.sum(np.zeros((1, 1), np.float32))  # of no call
-            with pytest.raises(
-                EngineFault, match=r"in call 1: rank 0 of 2 is at call 0 \(a sum\)"
-            ) as caught:
+            with engine_fault(r"in call 1: rank 0 of 2 is at call 0 \(a sum\)", code="rank_lost"):
                 follows.result(30)
-            assert caught.value.code == "rank_lost"
         os.close(held)
         if not lives:
             follows.result(30)
@@ -193,9 +188,8 @@ def test_a_start_that_fails_names_the_rank_and_leaves_nothing(case: str, tmp_pat
         "cut": r"rank 1 of 2: .*cut\.gguf",
         "other": "rank 1 of 2: it has another model than rank 0",
     }[case]
-    with pytest.raises(EngineFault, match=says) as caught:
+    with engine_fault(says, code="rank_lost") as caught:
         started(path)
-    assert caught.value.code == "rank_lost"
     assert children() == before
     del caught
     gc.collect()
@@ -208,7 +202,7 @@ def test_a_start_that_fails_at_rank_0_ends_the_others(monkeypatch: pytest.Monkey
 
     before = children()
     monkeypatch.setattr(tensor_parallel, "load_slice", fails)
-    with pytest.raises(EngineFault, match="there is no memory"):
+    with engine_fault("there is no memory"):
         LLM(str(TINY), tensor_parallel_size=3, threads=3)
     assert children() == before
 
@@ -216,7 +210,7 @@ def test_a_start_that_fails_at_rank_0_ends_the_others(monkeypatch: pytest.Monkey
 def test_a_model_that_is_not_there_leaves_no_file(tmp_path: Path) -> None:
     gc.collect()
     files = shared_files()
-    with pytest.raises(EngineFault):
+    with engine_fault():
         LLM(str(tmp_path / "none.gguf"), tensor_parallel_size=2, threads=2)
     gc.collect()
     assert shared_files() == files
@@ -227,9 +221,7 @@ def test_a_rank_that_died_is_named_with_what_ended_it() -> None:
     llm = LLM(str(TINY), tensor_parallel_size=3, threads=3, kv_cache_memory=1 << 20)
     mine = sorted(children() - before)
     os.kill(mine[1], signal.SIGKILL)
-    with pytest.raises(
-        EngineFault, match=r"rank 2 of 3 has ended \(rank 2 of 3: ended by SIGKILL\)"
-    ):
+    with engine_fault(r"rank 2 of 3 has ended \(rank 2 of 3: ended by SIGKILL\)"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     assert not children() - before  # the other one too
     del llm

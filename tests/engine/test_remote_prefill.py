@@ -14,7 +14,6 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
-from pageturner.errors import EngineFault
 from pageturner.kernels.cpu import native_module
 from pageturner.kv.kv_connectors import prefill_key
 from pageturner.kv.kv_link import PREFILL, LinkEnd, LinkError, LinkIdentity
@@ -22,6 +21,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS
 from support.engines import run as answered
+from support.refusals import engine_fault
 from support.schedulers import check
 
 pytestmark = pytest.mark.skipif(
@@ -325,11 +325,11 @@ def test_a_changed_byte_is_found() -> None:
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
-    with pytest.raises(EngineFault):
+    with engine_fault():
         prefill_key(EngineConfig(**settings))
 
 
 def test_no_key_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGETURNER_PREFILL_KEY", "short")
-    with pytest.raises(EngineFault, match="16 bytes"):
+    with engine_fault("16 bytes"):
         prefill_key(EngineConfig(prefill_from="a:1"))

@@ -10,12 +10,12 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
-from pageturner.errors import EngineFault
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.telemetry import step_log
 from pageturner.telemetry.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
 from support.engines import run as answered
+from support.refusals import engine_fault
 
 T = TypeVar("T", bound=Record)
 
@@ -199,16 +199,16 @@ def test_a_disk_that_fills_later_ends_the_log_and_not_the_engine(
 def test_other_files_are_refused_and_kept(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "steps"
     path.write_bytes(content)
-    with pytest.raises(EngineFault, match=said):
+    with engine_fault(said):
         list(step_log.read(path))
     if b"damaged" not in said.encode() and content:
-        with pytest.raises(EngineFault, match=said):
+        with engine_fault(said):
             make_engine(EngineConfig(backend="fake", step_log=str(path)))
         assert path.read_bytes() == content
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="cannot write the step log"):
+    with engine_fault("cannot write the step log"):
         make_engine(EngineConfig(backend="fake", step_log=str(tmp_path / "no" / "steps")))
-    with pytest.raises(EngineFault, match="cannot read the step log"):
+    with engine_fault("cannot read the step log"):
         list(step_log.read(tmp_path / "absent"))

@@ -21,12 +21,12 @@ from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.engine.fingerprint import settings_of
-from pageturner.errors import EngineFault
 from pageturner.kernels.cpu import native_module
 from pageturner.models.load import load_model
 from pageturner.parallel import tensor_parallel
 from support.decoding import Decoding, backend
 from support.ranks import ranks
+from support.refusals import engine_fault
 from support.servers import serving
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -148,9 +148,8 @@ def test_an_engine_of_two_processes() -> None:
         [one[0] for one in told.outputs[0].logprobs], golden["logprobs_0"][:4], atol=2e-4
     )
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineFault, match="rank 1 of 2 has ended") as caught:
+    with engine_fault("rank 1 of 2 has ended", code="rank_lost") as caught:
         llm.generate(prompts("tiny_llama"), GREEDY)
-    assert caught.value.code == "rank_lost"
     del llm, caught
 
 
@@ -256,9 +255,8 @@ def test_what_does_not_go_with_ranks_is_refused_by_name(
     parallel: str, settings: dict[str, Any], named: str
 ) -> None:
     config = EngineConfig(model=str(GOLDENS / "tiny_llama.gguf"), **{parallel: 2, **settings})
-    with pytest.raises(EngineFault, match=named) as caught:
+    with engine_fault(named, code="bad_setting"):
         tensor_parallel.check(config)
-    assert caught.value.code == "bad_setting"
 
 
 def test_threads_and_cores_are_divided() -> None:
@@ -282,7 +280,7 @@ def test_threads_and_cores_are_divided() -> None:
 
 
 def test_a_model_that_cannot_be_divided_is_refused_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(EngineFault, match=r"may be 1, 2$"):
+    with engine_fault(r"may be 1, 2$"):
         LLM(str(GOLDENS / "tiny_llama_quant.gguf"), tensor_parallel_size=4, threads=4)
     gc.collect()
     assert not children()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.formats.sentencepiece import Merger
 from support import texts
+from support.refusals import engine_fault
 from support.smollm2 import GOLDENS
 
 
@@ -93,9 +93,8 @@ def test_refusals(tmp_path: Path) -> None:
         ("tokenizer.json", b"{}", "tokenizer_corrupt"),
     ):
         (tmp_path / name).write_bytes(raw)
-        with pytest.raises(EngineFault) as caught:
+        with engine_fault(code=code):
             load_tokenizer(tmp_path)
-        assert caught.value.code == code
 
 
 def test_the_heap_merges_as_the_search_does() -> None:

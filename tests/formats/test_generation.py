@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.formats import hub
 from pageturner.formats.generation_config import GenerationDefaults, folder_eos_ids, read_generation
 from pageturner.formats.gguf import open_gguf
 from support.gguf_writer import gguf_bytes
+from support.refusals import engine_fault
 
 
 def say(folder: Path, **values: Any) -> Path:
@@ -76,11 +76,10 @@ def test_the_setting(tmp_path: Path) -> None:
         found = read_generation(model, str(path))
         assert (found.sampling, found.eos_ids) == ({"top_k": 7}, (7,))
     for nothing in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(
-            EngineFault, match=r"--generation-config .*there is no .*auto, none or"
-        ) as caught:
+        with engine_fault(
+            r"--generation-config .*there is no .*auto, none or", code="generation_config"
+        ):
             read_generation(model, str(nothing))
-        assert caught.value.code == "generation_config"
 
 
 @pytest.mark.parametrize(
@@ -99,16 +98,15 @@ def test_the_setting(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_values_are_named(tmp_path: Path, said: dict[str, Any], message: str) -> None:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="generation_config") as caught:
         read_generation(say(tmp_path, **said))
-    assert caught.value.code == "generation_config"
     assert message in caught.value.message
     assert str(tmp_path) in caught.value.message
 
 
 def test_what_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(EngineFault, match=r"generation_config\.json"):
+    with engine_fault(r"generation_config\.json"):
         read_generation(tmp_path)
 
 
@@ -159,7 +157,7 @@ def test_the_keys_of_llama_cpp(tmp_path: Path) -> None:
     }
     assert found.source == str(path)
     path.write_bytes(gguf_bytes({"general.sampling.temp": "hot"}, {}))
-    with pytest.raises(EngineFault, match="temperature should be a number"):
+    with engine_fault("temperature should be a number"):
         read_generation(open_gguf(path))
     path.write_bytes(gguf_bytes({"general.name": "x"}, {}))
     assert read_generation(open_gguf(path)) == GenerationDefaults()

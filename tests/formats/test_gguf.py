@@ -16,6 +16,7 @@ from pageturner.formats import hub
 from pageturner.formats.gguf import Array, open_gguf
 from pageturner.formats.model_hash import model_files, model_hash
 from support import gguf_writer as w
+from support.refusals import engine_fault
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CODES = {
@@ -46,7 +47,7 @@ SOUND = w.gguf_bytes(METADATA, TENSORS)
 
 def faulty(path: Path, raw: bytes) -> EngineFault:
     path.write_bytes(raw)
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         open_gguf(path)
     assert len(caught.value.message) > 10
     return caught.value
@@ -110,12 +111,10 @@ def test_typed_access(tmp_path: Path) -> None:
         lambda: file.array("a.int"),
         lambda: file.array("a.numbers").strings(),
     ):
-        with pytest.raises(EngineFault) as caught:
+        with engine_fault(code="gguf_metadata"):
             broken()
-        assert caught.value.code == "gguf_metadata"
-    with pytest.raises(EngineFault, match="nowhere") as caught:
+    with engine_fault("nowhere", code="tensor_missing"):
         file.tensor("nowhere")
-    assert caught.value.code == "tensor_missing"
 
 
 def test_every_value_type(tmp_path: Path) -> None:
@@ -179,12 +178,10 @@ def test_foreign_files_are_named(tmp_path: Path) -> None:
     assert faulty(path, b"PK\x03\x04" + bytes(100)).code == "gguf_magic"
     assert "version 1" in faulty(path, w.header(1, 0, 0)).message
     assert "big-endian" in faulty(path, b"GGUF" + struct.pack(">IQQ", 3, 0, 0)).message
-    with pytest.raises(EngineFault, match="nowhere") as caught:
+    with engine_fault("nowhere", code="model_unreadable"):
         open_gguf(tmp_path / "nowhere.gguf")
-    assert caught.value.code == "model_unreadable"
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="model_unreadable"):
         open_gguf(tmp_path)
-    assert caught.value.code == "model_unreadable"
 
 
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +193,8 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", denied)
-    with pytest.raises(EngineFault, match="Permission denied") as caught:
+    with engine_fault("Permission denied", code="model_unreadable"):
         open_gguf(path)
-    assert caught.value.code == "model_unreadable"
 
 
 HUGE = (1 << 64) - 1
@@ -311,20 +307,19 @@ def test_a_missing_part_is_said(tmp_path: Path, gone: int) -> None:
     paths[gone].unlink()
     for path in paths:
         if path.exists():
-            with pytest.raises(EngineFault, match=paths[gone].name) as caught:
+            with engine_fault(paths[gone].name, code="shard_missing"):
                 open_gguf(hub.resolve(str(path)).path)
-            assert caught.value.code == "shard_missing"
 
 
 def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     first, second = split(tmp_path, 2, [["vector"], ["vector"]])
-    with pytest.raises(EngineFault, match="'vector' lies in"):
+    with engine_fault("'vector' lies in"):
         open_gguf(first)
     second.write_bytes(first.read_bytes())
-    with pytest.raises(EngineFault, match="not the part"):
+    with engine_fault("not the part"):
         open_gguf(first)
     moved = first.rename(tmp_path / "other.gguf")
-    with pytest.raises(EngineFault, match="one of 2 files"):
+    with engine_fault("one of 2 files"):
         open_gguf(moved)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import LONGEST, ClientError, EngineFault
+from pageturner.errors import LONGEST, EngineFault
 from pageturner.formats import hub
 from pageturner.formats.generation_config import read_generation
 from pageturner.formats.hf_config import parse_json, read_json
@@ -19,6 +19,7 @@ from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.formats.safetensors import open_safetensors
 from support import gguf_writer as w
 from support.hf_folder import GOLDENS, make_folder, tokenizer_json, write_json
+from support.refusals import client_error, engine_fault
 from support.safetensors_writer import write_safetensors
 
 Spoil = Callable[[Path], object]
@@ -26,7 +27,7 @@ Spoil = Callable[[Path], object]
 
 def code_of(load: Callable[[], object], *says: object) -> str:
     """The code of the fault, whose message is one line that can be printed and says all this."""
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         load()
     assert caught.value.message.isprintable()
     for part in says:
@@ -264,9 +265,8 @@ def test_what_a_file_says_twice_is_checked_as_it_is_used(tmp_path: Path) -> None
 def test_a_text_that_the_tokenizer_cannot_take_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     tokenizer(model=WORDS | {"vocab": {"a": 0}})(folder)
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=400, code="tokenizer_failed"):
         load_tokenizer(folder).encode("b", add_special=False, parse_special=True)
-    assert (caught.value.status, caught.value.code) == (400, "tokenizer_failed")
 
 
 # -- tokenizers of GGUF files --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 
 from pageturner.errors import EngineFault
 from pageturner.formats import hub
+from support.refusals import engine_fault
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 SOURCE = hub.ModelSource(
@@ -54,7 +55,7 @@ def publish(tmp_path: Path, files: dict[str, bytes]) -> None:
 
 
 def fault(reference: str, *, offline: bool = False) -> EngineFault:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         hub.resolve(reference, offline=offline)
     return caught.value
 
@@ -235,7 +236,7 @@ def test_a_plan_fetches_the_configuration_alone(
     assert hub.resolve_config("org/some-model") == folder
     assert hub.resolve_config("qwen3-4b").name == "Qwen3-4B"
     assert calls == [("org/some-model", "config.json"), ("Qwen/Qwen3-4B", "config.json")]
-    with pytest.raises(EngineFault, match=r"org/a-gguf has no config.json.*GGUF"):
+    with engine_fault(r"org/a-gguf has no config.json.*GGUF"):
         hub.resolve_config("org/a-gguf")
 
 

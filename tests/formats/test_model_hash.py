@@ -6,11 +6,9 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from pageturner.errors import EngineFault
 from pageturner.formats.model_hash import model_files, model_hash, model_marks
 from support.hf_folder import make_folder
+from support.refusals import engine_fault
 
 
 def test_a_file_has_the_hash_that_sha256sum_prints(tmp_path: Path) -> None:
@@ -55,5 +53,5 @@ def test_marks_tell_a_file_that_was_replaced(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="cannot read the model"):
+    with engine_fault("cannot read the model"):
         model_hash(tmp_path / "nothing.gguf")

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from grid import batch, i32, kv_spec, normal, vector, weight
 
-from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape, KVSpec, Tensor
 from pageturner.kernels.cpu import native_module
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas, supported
+from support.refusals import engine_fault
 
 built = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
@@ -45,7 +45,7 @@ def test_instruction_set_by_argument_and_environment(monkeypatch: pytest.MonkeyP
     assert NativeOps(1, best).isa == best
     assert best in NativeOps(1, best).fingerprint
     monkeypatch.setenv("PAGETURNER_ISA", "mmx")
-    with pytest.raises(EngineFault, match=r"mmx.*portable"):
+    with engine_fault(r"mmx.*portable"):
         NativeOps(1)
 
 
@@ -55,7 +55,7 @@ def test_without_the_module_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     assert not ok
     assert "compiler" in why
     assert native_module.how_to_compile() in why
-    with pytest.raises(EngineFault, match="compiler"):
+    with engine_fault("compiler"):
         NativeOps()
 
 
@@ -102,7 +102,7 @@ def test_kernels_of_another_processor_say_how_to_compile_for_this_one(
     assert "avx512vnni" in why
     assert native_module.how_to_compile() in why
     Module.available_isas = staticmethod(lambda: ["portable"])
-    with pytest.raises(EngineFault, match="PAGETURNER_ISAS=all"):
+    with engine_fault("PAGETURNER_ISAS=all"):
         native_module.choose_isa("avx2")
 
 
@@ -116,11 +116,11 @@ def test_without_avx2_it_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @built
 def test_unknown_kinds_and_broken_weights_are_refused_by_name(ops: NativeOps) -> None:
-    with pytest.raises(EngineFault, match=r"blk\.0.*IQ3_S"):
+    with engine_fault(r"blk\.0.*IQ3_S"):
         ops.pack_weight(Tensor("blk.0", "IQ3_S", (4, 256), np.zeros(4 * 110, np.uint8)))
-    with pytest.raises(EngineFault, match=r"short.*bytes"):
+    with engine_fault(r"short.*bytes"):
         ops.pack_weight(Tensor("short", "Q8_0", (4, 32), np.zeros(4 * 34 - 1, np.uint8)))
-    with pytest.raises(EngineFault, match="shape"):
+    with engine_fault("shape"):
         ops.pack_weight(Tensor("odd", "Q4_1", (4, 33), np.zeros(100, np.uint8)))
 
 
@@ -134,10 +134,9 @@ def test_vectors_are_plain_fp32(ops: NativeOps) -> None:
 
 @built
 def test_kv_that_does_not_fit_is_refused(ops: NativeOps) -> None:
-    with pytest.raises(EngineFault) as e:
+    with engine_fault(code="kv_memory"):
         ops.alloc_kv(KVSpec(30, 2**24, 256, 3, 64, "float16"))
-    assert e.value.code == "kv_memory"
-    with pytest.raises(EngineFault, match="int7"):
+    with engine_fault("int7"):
         ops.alloc_kv(KVSpec(1, 2, 16, 1, 64, "int7"))
 
 

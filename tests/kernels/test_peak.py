@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.kernels import peak
 from pageturner.kernels.cpu import native_module
 from pageturner.kernels.cpu.native_module import available_isas
+from support.refusals import engine_fault
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
@@ -42,7 +42,7 @@ def test_wrong_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="no such limit"):
             native_module.module().measure_limit(available_isas()[0], what, threads, 0, 0.0)
     monkeypatch.setattr(native_module, "_native", None)
-    with pytest.raises(EngineFault, match="compiler"):
+    with engine_fault("compiler"):
         peak.measure("avx2", 1)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pageturner import cli
-from pageturner.errors import EngineFault
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.peak import READ, Peak
@@ -22,6 +21,7 @@ from pageturner.lab.bench.kernel_cases import CaseSelection, KernelCase, ModelSh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import kernels_against
+from support.refusals import engine_fault
 
 native = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
@@ -161,5 +161,5 @@ def test_of_two_commits_the_best_times_are_compared() -> None:
 
 
 def test_a_weight_of_broken_blocks_is_refused() -> None:
-    with pytest.raises(EngineFault, match="whole blocks of 256"):
+    with engine_fault("whole blocks of 256"):
         kernel_cases.weight(ReferenceOps(), "Q4_K", 16, 64)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.lab.bench import bench_serve
 from pageturner.lab.bench.client import Client, ResponseTimes
 from pageturner.lab.traffic import traffic_flags
@@ -21,6 +20,7 @@ from pageturner.lab.traffic.traffic import TrafficRequest
 from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling, read_trace, trace_requests
 from pageturner.lab.traffic.traffic_generators import poisson
 from pageturner.progress import Progress
+from support.refusals import engine_fault
 
 ROWS = [
     {"arrival_s": 0.0, "prompt_tokens": 100, "output_tokens": 30, "client_id": 4},
@@ -99,7 +99,7 @@ def test_requests_that_cannot_fit_are_left_out_and_counted(trace: Path) -> None:
     )
     assert len(made.requests) == 2
     assert "1 left out as longer than 300" in made.about
-    with pytest.raises(EngineFault, match="no request of the trace fits"):
+    with engine_fault("no request of the trace fits"):
         traffic_flags.from_flags(
             arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "101")
         )
@@ -118,7 +118,7 @@ def test_requests_that_cannot_fit_are_left_out_and_counted(trace: Path) -> None:
     ],
 )
 def test_flags_that_make_no_sense_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(EngineFault, match=message):
+    with engine_fault(message):
         traffic_flags.from_flags(arguments(*words))
 
 
@@ -134,18 +134,18 @@ def test_flags_that_make_no_sense_are_refused(words: list[str], message: str) ->
 def test_bad_traces_are_refused_by_line(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(content)
-    with pytest.raises(EngineFault, match=message):
+    with engine_fault(message):
         read_trace(path, sessions=False)
     broken = tmp_path / "t.jsonl.gz"
     broken.write_bytes(gzip.compress(content.encode() * 50)[:-12])
-    with pytest.raises(EngineFault):
+    with engine_fault():
         read_trace(broken, sessions=False)
 
 
 def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"arrival_s": null, "prompt_tokens": 3, "output_tokens": 2}\n')
-    with pytest.raises(EngineFault, match="no arrival times"):
+    with engine_fault("no arrival times"):
         traffic_flags.from_flags(arguments("--trace", str(path)))
     assert (
         traffic_flags.from_flags(arguments("--trace", str(path), "--request-rate", "1"))
@@ -211,7 +211,7 @@ def test_goodput_counts_who_met_every_target() -> None:
     assert bench_serve.parse_targets(["ttft:500", "tpot:50.5"]) == {"ttft": 500.0, "tpot": 50.5}
     assert bench_serve.parse_targets(["e2el:9", "e2e:8"]) == {"e2e": 8.0}
     for word in ("ttft", "ttft:x", "itl:5", "ttft:0", "ttft:nan", "tpot:inf", "e2elx:5"):
-        with pytest.raises(EngineFault, match="goodput"):
+        with engine_fault("goodput"):
             bench_serve.parse_targets([word])
     fast = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
     late = ResponseTimes(begin=0.0, end=1.0, chunks=[0.6, 0.7, 0.8], tokens=3)

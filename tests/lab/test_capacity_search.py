@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from pageturner.config.settings import EngineConfig, RouterConfig
-from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.prompt_alone import (
     KnownBeginnings,
@@ -36,6 +35,7 @@ from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
+from support.refusals import engine_fault
 
 COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 1e-7], (0, 0), 1, {}, 0.0, {})
 
@@ -177,9 +177,8 @@ def test_the_impossible_is_said_before_anything_is_simulated() -> None:
             raise AssertionError("nothing is to be simulated")
 
     one = Option(1, scenario(targets=LatencyTargets(0.01)), "H100")
-    with pytest.raises(EngineFault, match=r"alone .*--gpus 2,4,8.* --ttft-ms") as caught:
+    with engine_fault(r"alone .*--gpus 2,4,8.* --ttft-ms", code="impossible"):
         search_capacity([one], lambda options: Nobody(), lambda line: None)
-    assert caught.value.code == "impossible"
 
 
 # -- where it begins -----------------------------------------------------------------------------------------

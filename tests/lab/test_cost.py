@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.lab.planning.model_outline import Outline, read_outline
 from pageturner.lab.simulation import step_cost
 from pageturner.lab.simulation.roofline import GPUS, Reach, kv_tokens, roofline
@@ -19,6 +18,7 @@ from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.telemetry.step_log import ItemRecord, StepRecord
 from pageturner.telemetry.work import StepWork
 from support.engines import GOLDENS
+from support.refusals import engine_fault
 
 TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
 
@@ -92,7 +92,7 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     assert step_cost.load_calibration(path) == TRUTH
     for text, said in (("{}", "is not a calibration"), ("x", "is not a calibration")):
         path.write_text(text)
-        with pytest.raises(EngineFault, match=said):
+        with engine_fault(said):
             step_cost.load_calibration(path)
     other: dict[str, Any] = {
         "weights": [1.0],
@@ -103,11 +103,11 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
         "engine": {},
     }
     path.write_text(json.dumps(other))
-    with pytest.raises(EngineFault, match="another version"):
+    with engine_fault("another version"):
         step_cost.load_calibration(path)
-    with pytest.raises(EngineFault, match="cannot read"):
+    with engine_fault("cannot read"):
         step_cost.load_calibration(tmp_path / "none")
-    with pytest.raises(EngineFault, match="too few"):
+    with engine_fault("too few"):
         step_cost.fit(steps(5, 0.0), {})
 
 
@@ -126,7 +126,7 @@ def test_the_host_takes_its_time_before_a_step_or_behind_the_one_before(tmp_path
             assert cost.ends(1.0, 8, 800, 3) == pytest.approx(
                 [1 + sum(each[: k + 1]) for k in range(3)]
             )
-    with pytest.raises(EngineFault, match="--host-ms"):
+    with engine_fault("--host-ms"):
         Reach(host=-1.0).check()
 
 
@@ -204,7 +204,7 @@ def test_gpus_of_a_replica_pay_for_their_links(
     nbytes = 65 * sent * 4096 * 4 + 3 * 128256 * 4 * (ranks - 1) / ranks
     assert costs[0] - costs[1] == pytest.approx(nbytes / 450e9, rel=1e-6)
     assert costs[2] - costs[1] == pytest.approx((65 * exchanges + 1) * 10e-6, rel=1e-6)
-    with pytest.raises(EngineFault, match="--link-gb-s"):
+    with engine_fault("--link-gb-s"):
         Reach(link=-1.0).check()
 
 
@@ -266,12 +266,12 @@ def test_kv_is_what_the_weights_leave(tmp_path: Path) -> None:
     assert kv_tokens(model, GPUS["H100"], Reach()) == int(
         (0.9 * GPUS["H100"].memory - 2 * 8_030_261_248) // 131072
     )
-    with pytest.raises(EngineFault, match="give --gpus more"):
+    with engine_fault("give --gpus more"):
         kv_tokens(outline(tmp_path, MIXTRAL), GPUS["H100"], Reach())
     unknown = outline(tmp_path, LLAMA_8B | {"model_type": "something_new"})
-    with pytest.raises(EngineFault, match="calibrate a running engine"):
+    with engine_fault("calibrate a running engine"):
         roofline(unknown, GPUS["H100"], Reach())
-    with pytest.raises(EngineFault, match="at most 1"):
+    with engine_fault("at most 1"):
         Reach(compute=1.5).check()
 
 

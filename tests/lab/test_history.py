@@ -14,7 +14,6 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import engine_again, make_engine
-from pageturner.errors import EngineFault
 from pageturner.lab.bench import engine_bench
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets
@@ -26,6 +25,7 @@ from pageturner.request import Request, SessionHint
 from pageturner.telemetry import step_log
 from pageturner.telemetry.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
 from support import smollm2
+from support.refusals import engine_fault
 
 
 def record(path: Path, seed: int = 0, longest: int = 40, **settings: Any) -> None:
@@ -234,18 +234,18 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     record(path, **SETTINGS[1])
     run = recorded_runs.last_run(path)
-    with pytest.raises(EngineFault, match="digests instead of tokens"):
+    with engine_fault("digests instead of tokens"):
         log_replay.replay_tokens(run)
     run.records.insert(5, LostRecords(3))
-    with pytest.raises(EngineFault, match="lacks 3 records"):
+    with engine_fault("lacks 3 records"):
         log_replay.replay_plans(run)
     record(tmp_path / "other", step_log_tokens=True)
     run = recorded_runs.last_run(tmp_path / "other")
     run.header = msgspec.structs.replace(run.header, fingerprint="another")
-    with pytest.raises(EngineFault, match="the log is of another"):
+    with engine_fault("the log is of another"):
         log_replay.replay_tokens(run)
     run.header = msgspec.structs.replace(run.header, model="12-ab")
-    with pytest.raises(EngineFault, match="the log is of the model 12-ab, and "):
+    with engine_fault("the log is of the model 12-ab, and "):
         log_replay.replay_tokens(run)
 
 
@@ -313,17 +313,17 @@ def test_traffic_of_a_log_goes_on_behind_a_restart() -> None:
     assert (source.requests[0].prompt, source.requests[0].answer) == ((1, 2), (5, 7, 3))
     request = source.requests[0].engine_request(8)
     assert (request.prompt, request.params.max_tokens, request.params.forced_end) == ((1, 2), 9, 3)
-    with pytest.raises(EngineFault, match="no request that was answered"):
+    with engine_fault("no request that was answered"):
         recorded_runs.recorded_traffic([recorded_runs.RecordedRun(header(), [arrived(1.0, 1)])])
 
 
 def test_logs_without_anything_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     path.write_bytes(step_log.MAGIC + bytes([step_log.VERSION]))
-    with pytest.raises(EngineFault, match="holds nothing yet"):
+    with engine_fault("holds nothing yet"):
         recorded_runs.read_runs(path)
     step_log.StepLog(path, header()).close()
-    with pytest.raises(EngineFault, match="holds no step"):
+    with engine_fault("holds no step"):
         recorded_runs.last_run(path)
     assert recorded_runs.read_runs(path)[0].config == EngineConfig(), (
         "a setting of another version was not left out"
@@ -388,5 +388,5 @@ def test_a_real_model_gives_the_recorded_plans_and_tokens_again(tmp_path: Path) 
     assert plans.differences == tokens.differences == []
     assert (tokens.compared, plans.compared) == (10, len(list(run.steps)))
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    with pytest.raises(EngineFault, match="the log is of the model "):
+    with engine_fault("the log is of the model "):
         log_replay.replay_tokens(run, model=str(tmp_path / "other.gguf"))

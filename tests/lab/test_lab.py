@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pageturner import cli, progress
-from pageturner.errors import EngineFault
 from pageturner.lab.bench import bench_engine, bench_serve
 from pageturner.lab.bench.client import Client, ResponseTimes
 from pageturner.lab.reporting import summary
 from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.lab.traffic.traffic_generators import word_prompts
+from support.refusals import engine_fault
 
 
 def test_percentiles_equal_numpys() -> None:
@@ -50,12 +50,12 @@ def test_the_mix_is_repeatable_and_as_asked() -> None:
 def test_bad_workloads_are_refused_by_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text(content)
-    with pytest.raises(EngineFault, match=message):
+    with engine_fault(message):
         read_workload(path)
 
 
 def test_a_missing_workload_is_said(tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="cannot read"):
+    with engine_fault("cannot read"):
         read_workload(tmp_path / "none.jsonl")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation import simulator as simulator_module
@@ -24,6 +23,7 @@ from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
+from support.refusals import engine_fault
 
 COST = CalibratedCost([1e-2, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 BASE = Scenario(
@@ -194,9 +194,8 @@ def test_replicas_that_sleep_keep_their_cache(monkeypatch: pytest.MonkeyPatch) -
 def test_loads_in_tokens_are_refused_where_replicas_have_roles_or_come_and_go(
     change: dict[str, Any],
 ) -> None:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="bad_setting") as caught:
         run(loads="tokens", **change)
-    assert caught.value.code == "bad_setting"
     assert caught.value.message == (
         "loads are counted in requests where replicas have roles, or come and go: leave --loads tokens out"
     )
@@ -218,6 +217,6 @@ def test_events_that_cannot_be_are_refused_with_their_line(
 ) -> None:
     path = tmp_path / "events"
     path.write_text(f'{{"at": 1, "replica": 3, "event": "drain"}}\n\n{line}\n')
-    with pytest.raises(EngineFault, match=said) as caught:
+    with engine_fault(said) as caught:
         read_events(path, 4)
     assert "events:3" in caught.value.message

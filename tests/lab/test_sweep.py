@@ -18,7 +18,6 @@ import msgspec
 import pytest
 
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
 from pageturner.lab.bench import sweep_load
 from pageturner.lab.bench.client import ResponseTimes
 from pageturner.lab.bench.sweep import (
@@ -44,6 +43,7 @@ from pageturner.lab.commands import bench_sweep
 from pageturner.lab.reporting import sweep_page
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import TrafficRequest
+from support.refusals import engine_fault
 from support.sweeps import FAILED, figures, results
 
 # -- knee ----------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_every_point_has_prompts_of_its_own(tmp_path: Path) -> None:
     assert (
         len({point_seed(*each) for each in itertools.product(range(2), range(24), range(9))}) == 432
     )
-    with pytest.raises(EngineFault, match="not both"):
+    with engine_fault("not both"):
         load("--workload", str(workload), "--trace", str(trace))
 
 
@@ -330,7 +330,7 @@ def test_errors_of_forecasts() -> None:
 def test_names_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named(["a=http://x", "b b=y=z"], "--server", "URL") == {"a": "http://x", "b b": "y=z"}
     for words in (["http://x"], ["=y"], ["a=1", "a=2"], ["a\n=1"]):
-        with pytest.raises(EngineFault):
+        with engine_fault():
             named(words, "--server", "URL")
     monkeypatch.setenv("PAGETURNER_SWEEP_KEY_LLAMA_CPP", "secret")
     assert (key_of("llama-cpp"), key_of("other")) == ("secret", "")
@@ -355,7 +355,7 @@ def test_models_are_asked_for_with_the_key(monkeypatch: pytest.MonkeyPatch) -> N
     with ThreadingHTTPServer(("127.0.0.1", 0), Models) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         server = SweptServer("x", f"http://127.0.0.1:{listening.server_port}/v1")
-        with pytest.raises(EngineFault, match="set PAGETURNER_SWEEP_KEY_X"):
+        with engine_fault("set PAGETURNER_SWEEP_KEY_X"):
             ask_models(server)
         monkeypatch.setenv("PAGETURNER_SWEEP_KEY_X", "secret")
         ask_models(server)

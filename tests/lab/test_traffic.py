@@ -7,10 +7,10 @@ from statistics import mean, pstdev
 
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.lab.traffic.traffic import END, OpenLoop, Sessions
 from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling, from_trace
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic, with_times
+from support.refusals import engine_fault
 
 
 def opened(rows: list[TraceRow], scaling: TraceScaling = TraceScaling()) -> OpenLoop:  # noqa: B008
@@ -54,7 +54,7 @@ def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
         [TraceRow(10, 5, 0.0), TraceRow(900, 5, 1.0)], TraceScaling(cap=100, context=200), "t"
     )
     assert (source.total, out) == (1, 1)
-    with pytest.raises(EngineFault, match="no request of t fits 105 tokens beside a cap of 100"):
+    with engine_fault("no request of t fits 105 tokens beside a cap of 100"):
         from_trace([TraceRow(10, 5, 0.0)], TraceScaling(cap=100, context=105), "t")
 
 
@@ -69,7 +69,7 @@ def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
     ],
 )
 def test_times_that_make_no_sense_are_refused(times: tuple[float | None, ...], said: str) -> None:
-    with pytest.raises(EngineFault, match=said):
+    with engine_fault(said):
         from_trace([TraceRow(1, 1, at) for at in times], TraceScaling(), "t")
 
 
@@ -91,7 +91,7 @@ def test_sessions_of_a_trace_in_their_turns() -> None:
     assert prompt[10:14] == (first.answer,) * 4
     assert len(prompt) == 50
     assert source.after(second, 50.0) == []
-    with pytest.raises(EngineFault, match="negative think_s"):
+    with engine_fault("negative think_s"):
         from_trace([TraceRow(1, 1, session_id="a", think_s=-1.0)], TraceScaling(), "t")
 
 
@@ -102,7 +102,7 @@ def test_gaps_have_the_mean_and_the_variation_that_were_asked_for() -> None:
         assert mean(gaps) == pytest.approx(0.25, rel=0.15)
         assert pstdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.15)
     for rate, cv in ((0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
-        with pytest.raises(EngineFault, match="more than 0"):
+        with engine_fault("more than 0"):
             SyntheticTraffic(3, rate, cv=cv).open_loop()
 
 

@@ -21,8 +21,9 @@ from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.load import load_model, open_model, what_becomes
-from support.decoding import Decoding
-from support.safetensors_writer import write_safetensors
+from support.decoding import logits
+from support.refusals import engine_fault
+from support.safetensors_writer import tensors_of, write_safetensors
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TOKENS = [7 * i % 64 for i in range(24)]
@@ -59,7 +60,7 @@ KINDS = {
 def error(path: Path, ops: Any = REFERENCE, **options: str) -> float:
     """Of logits, relative, as root mean square."""
     expected = np.load(path / "logits.npy")
-    got = Decoding(load_model(path, ops, **options), ops).step([("p", TOKENS)])[0]
+    got = logits(path, TOKENS, ops, **options)
     return float(np.sqrt(np.mean((got - expected) ** 2)) / expected.std())
 
 
@@ -104,13 +105,12 @@ def damaged(
 ) -> EngineFault:
     """What is said of a copy that was changed."""
     shutil.copytree(CHECKPOINTS / name, folder)
-    file = open_safetensors(folder)
-    tensors = {n: (*file.tensor(n)[:2], bytes(file.tensor(n)[2])) for n in file.tensors}
+    tensors = tensors_of(folder)
     config = json.loads((folder / "config.json").read_text())
     change(config["quantization_config"], tensors)
     (folder / "config.json").write_text(json.dumps(config))
     write_safetensors(folder / "model.safetensors", tensors)
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         load_model(folder, REFERENCE)
     return caught.value
 

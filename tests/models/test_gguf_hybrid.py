@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.formats.ggml import dequantise
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.load import load_model, open_model
 from pageturner.models.spec import ModelSpec
 from support import gguf_writer as w
-from support.decoding import Decoding
+from support.decoding import logits
 from support.hf_folder import GOLDENS
 from support.hybrid_gguf import keys_of
 from support.mtp import head_logits, write_head
+from support.refusals import engine_fault
 
 FAMILIES = GOLDENS / "families"
 OPS = ReferenceOps()
@@ -151,10 +151,6 @@ def written(
     return path
 
 
-def logits(path: Path, prompt: list[int]) -> np.ndarray:
-    return Decoding(load_model(path, OPS), OPS).step([("p", prompt)])[0]
-
-
 @pytest.mark.parametrize(
     ("name", "older"),
     [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_next", False), ("qwen3_next", True)],
@@ -192,6 +188,5 @@ def test_a_head_that_predicts_a_second_token(tmp_path: Path, name: str) -> None:
 )
 def test_keys_that_lie(tmp_path: Path, changes: dict[str, Any], code: str, says: str) -> None:
     path = written(tmp_path / "model.gguf", "qwen3_5", **changes)
-    with pytest.raises(EngineFault, match=says) as fault:
+    with engine_fault(says, code=code):
         open_model(path)
-    assert fault.value.code == code

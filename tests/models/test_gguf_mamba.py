@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.formats.ggml import dequantise
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.models.load import load_model, open_model
+from pageturner.models.load import open_model
 from pageturner.models.spec import ModelSpec
 from support import gguf_writer as w
-from support.decoding import Decoding
+from support.decoding import logits
 from support.hf_folder import GOLDENS
+from support.refusals import engine_fault
 
 FAMILIES = GOLDENS / "families"
 OPS = ReferenceOps()
@@ -224,10 +224,6 @@ def written(path: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def logits(path: Path, prompt: list[int]) -> np.ndarray:
-    return Decoding(load_model(path, OPS), OPS).step([("p", prompt)])[0]
-
-
 @pytest.mark.parametrize("name", ARCHES)
 def test_the_same_model_as_gguf(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / "model.gguf", name)
@@ -253,6 +249,5 @@ def test_keys_that_lie(
     tmp_path: Path, name: str, changes: dict[str, Any], code: str, says: str
 ) -> None:
     path = written(tmp_path / "model.gguf", name, **changes)
-    with pytest.raises(EngineFault, match=says) as fault:
+    with engine_fault(says, code=code):
         open_model(path)
-    assert fault.value.code == code

@@ -12,9 +12,9 @@ from pageturner.kernels.base import Tensor
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.models.load import load_model, open_model, what_becomes
+from pageturner.models.load import open_model, what_becomes
 from pageturner.models.quantise import widened
-from support.decoding import Decoding
+from support.decoding import logits
 from support.grid_models import make_models
 from support.hf_folder import GOLDENS
 
@@ -33,10 +33,9 @@ def test_widening_keeps_every_bit(kind: str) -> None:
 @pytest.mark.parametrize("kind", WIDENED)
 def test_a_model_of_this_type(kind: str, tmp_path: Path) -> None:
     quantised, floats = make_models(tmp_path, kind)
-    ops = ReferenceOps()
-    expected = Decoding(load_model(floats, ops), ops).step([("p", PROMPT)])[0]
-    for backend in [ops, *(NativeOps(1) for _ in available_isas()[:1])]:
-        got = Decoding(load_model(quantised, backend), backend).step([("p", PROMPT)])[0]
+    expected = logits(floats, PROMPT)
+    for backend in [ReferenceOps(), *(NativeOps(1) for _ in available_isas()[:1])]:
+        got = logits(quantised, PROMPT, backend)
         assert np.sqrt(np.mean((got - expected) ** 2)) < 0.03 * expected.std()
     (line,) = what_becomes(open_model(quantised).file)
     assert kind in line

@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
-from pageturner.formats.safetensors import open_safetensors
-from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.hf_spec import read_hf_spec
-from pageturner.models.load import load_model
 from pageturner.models.rope import RopeSpec
 from pageturner.models.spec import ExpertSpec, ModelSpec
-from support.decoding import Decoding
+from support.decoding import logits
 from support.hf_folder import GOLDENS
-from support.safetensors_writer import write_safetensors
+from support.refusals import engine_fault
+from support.safetensors_writer import tensors_of, write_safetensors
 
 FAMILIES = GOLDENS / "families"
+PROMPT = list(range(3, 20))
 Json = dict[str, Any]
 
 
@@ -32,9 +30,8 @@ def read(values: Json, has_head: bool = False) -> ModelSpec:
 
 
 def refusal(values: Json) -> str:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="model_unsupported") as caught:
         read(values)
-    assert caught.value.code == "model_unsupported"
     return caught.value.message
 
 
@@ -106,7 +103,7 @@ def test_gemma3_with_a_vision_tower() -> None:
     assert "fusion" in refusal(GEMMA3 | {"fusion": 3})
     text = GEMMA3["text_config"] | {"use_bidirectional_attention": True}
     assert "use_bidirectional_attention" in refusal(GEMMA3 | {"text_config": text})
-    with pytest.raises(EngineFault, match="text_config should be an object"):
+    with engine_fault("text_config should be an object"):
         read({"model_type": "gemma3"})
 
 
@@ -244,11 +241,9 @@ def test_qwen2_without_a_first_windowed_layer() -> None:
 def test_gemma3_inside_of_a_model_that_sees(tmp_path: Path, root: str) -> None:
     """The names of Transformers 4 and 5; the tower is left alone."""
     source = FAMILIES / "gemma3"
-    file = open_safetensors(source)
-    tensors = {}
-    for name in file.tensors:
-        kind, shape, raw = file.tensor(name)
-        tensors[root + name.removeprefix("model.")] = (kind, shape, bytes(raw))
+    tensors = {
+        root + name.removeprefix("model."): tensor for name, tensor in tensors_of(source).items()
+    }
     outer = "" if root.startswith("language") else "model."
     for part in (
         "vision_tower.vision_model.post_layernorm.weight",
@@ -259,24 +254,16 @@ def test_gemma3_inside_of_a_model_that_sees(tmp_path: Path, root: str) -> None:
     text = json.loads((source / "config.json").read_text())
     outside = {"model_type": "gemma3", "vision_config": {"hidden_size": 4}, "image_token_index": 9}
     (tmp_path / "config.json").write_text(json.dumps(outside | {"text_config": text}))
-    ops, prompt = ReferenceOps(), list(range(3, 20))
-    a, b = (
-        Decoding(load_model(path, ops), ops).step([("p", prompt)])[0] for path in (source, tmp_path)
-    )
-    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(*(logits(path, PROMPT) for path in (source, tmp_path)))
 
 
 def test_gpt2_without_a_prefix_and_with_masks(tmp_path: Path) -> None:
     """The names of the first GPT-2 files."""
     source = Path(shutil.copytree(FAMILIES / "gpt2", tmp_path / "gpt2"))
-    file = open_safetensors(source)
-    tensors = {}
-    for name in file.tensors:
-        kind, shape, raw = file.tensor(name)
-        tensors[name.removeprefix("transformer.")] = (kind, shape, bytes(raw))
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in tensors_of(source).items()
+    }
     tensors["h.0.attn.bias"] = ("F32", (1, 1, 8, 8), bytes(256))
     write_safetensors(source / "model.safetensors", tensors)
-    ops, prompt = ReferenceOps(), list(range(3, 20))
     folders = FAMILIES / "gpt2", source
-    a, b = (Decoding(load_model(path, ops), ops).step([("p", prompt)])[0] for path in folders)
-    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(*(logits(path, PROMPT) for path in folders))

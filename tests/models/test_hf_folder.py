@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import load_model
 from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import ModelSpec, alibi_slopes
+from support.refusals import engine_fault
+from support.safetensors_writer import tensors_of
 from support.safetensors_writer import write_safetensors as write
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
@@ -32,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fault(folder: Path) -> EngineFault:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         load_model(folder, OPS)
     return caught.value
 
@@ -48,8 +49,7 @@ def spec(name: str = "llama3", **changes: object) -> ModelSpec:
 
 def joined(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """The shards of a folder as one dictionary; they are taken out of the folder."""
-    file = open_safetensors(folder)
-    tensors = {name: (*file.tensor(name)[:2], bytes(file.tensor(name)[2])) for name in file.tensors}
+    tensors = tensors_of(folder)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     return tensors
@@ -60,11 +60,9 @@ def joined(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def test_shards_and_one_file_are_the_same(folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
-    sharded = open_safetensors(folder)
-    truth = {name: bytes(sharded.tensor(name)[2]) for name in sharded.tensors}
-    write(folder / "model.safetensors", joined(folder))
-    single = open_safetensors(folder)
-    assert {name: bytes(single.tensor(name)[2]) for name in single.tensors} == truth
+    truth = joined(folder)
+    write(folder / "model.safetensors", truth)
+    assert tensors_of(folder) == truth
     load_model(folder, OPS)
 
 
@@ -189,7 +187,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
 def test_bad_configurations_are_refused_by_name(
     changes: dict[str, object], code: str, says: str
 ) -> None:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         spec(**changes)
     assert (caught.value.code, says in caught.value.message) == (code, True), caught.value.message
 

@@ -21,6 +21,7 @@ from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import ModelSpec, check_spec
 from support import gguf_writer as w
 from support.hf_folder import GOLDENS, make_folder, write_json
+from support.refusals import engine_fault
 
 FAMILIES = GOLDENS / "families"
 HUGE = (1_000_000, 2**31 - 1)
@@ -47,7 +48,7 @@ def rope(**values: Any) -> dict[str, Any]:
 def faulty(read: Any) -> EngineFault:
     """The fault, which took little memory."""
     tracemalloc.start()
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         read()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -172,9 +173,8 @@ def test_a_context_whose_tables_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(load.memory, "available", lambda: 100_000_000)
     long = replace(spec(), context=1 << 22)
     check_tables(check_spec(long), 1000)
-    with pytest.raises(EngineFault, match=r"0\.1 GB of rotary tables.*--max-model-len") as caught:
+    with engine_fault(r"0\.1 GB of rotary tables.*--max-model-len", code="model_memory"):
         check_tables(long, 1 << 22)
-    assert caught.value.code == "model_memory"
 
 
 def test_memory_that_ends_while_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_gguf_families import converted
+from test_gguf_newer import converted
 
-from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import FIELDS, MAX_RANK
 from pageturner.kernels.base import Ops
 from pageturner.kernels.cpu.native import NativeOps
@@ -23,6 +22,7 @@ from pageturner.models.load import load_model, open_model
 from pageturner.models.lora import CONFIG, REFUSED, WEIGHTS, load_adapter, read_folder
 from support.adapters import TOP, random_weights, write_adapter
 from support.decoding import Decoding, backend
+from support.refusals import engine_fault
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES, ADAPTERS = GOLDENS / "families", GOLDENS / "adapters"
@@ -59,13 +59,7 @@ def test_logits_equal_transformers_with_peft(name: str, ops_name: str) -> None:
 
 def test_a_gguf_file_takes_an_adapter_of_its_model(tmp_path: Path) -> None:
     """In GGUF's `llama` the rows of q and k lie in another order than in the adapter."""
-    heads = {"attn_q.weight": 4, "attn_k.weight": 2}
-
-    def reorder(name: str, values: np.ndarray) -> np.ndarray:
-        count = heads.get(name.split(".", 2)[-1])
-        return values if count is None else interleaved(values, count)
-
-    (tmp_path / "m.gguf").write_bytes(converted(FAMILIES / "mistral", "llama", {}, reorder))
+    (tmp_path / "m.gguf").write_bytes(converted(FAMILIES / "mistral", "llama", {}, {}))
     ops = backend("reference")
     there, (here, _) = load_model(tmp_path / "m.gguf", ops), with_adapter("mistral", "reference")
     there.adapters["a"] = there.pack_adapter(
@@ -77,13 +71,6 @@ def test_a_gguf_file_takes_an_adapter_of_its_model(tmp_path: Path) -> None:
     truth = Decoding(here, ops, adapters={"p": "mistral"}).step([("p", prompt)])[0]
     np.testing.assert_allclose(got, truth, atol=1e-4, rtol=0)
     assert np.abs(got - plain).max() > 1
-
-
-def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
-    """Row by row what llama.cpp's converter does: the second half of a head goes between the first."""
-    size = len(values) // heads
-    order = [h * size + i // 2 + i % 2 * (size // 2) for h in range(heads) for i in range(size)]
-    return values[order]
 
 
 PROMPTS = {
@@ -168,7 +155,7 @@ def spoilt(folder: Path, change: dict[str, Any]) -> None:
 
 
 def refusal(folder: Path) -> tuple[str, str]:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         load_adapter(read_folder(folder), SPEC)
     return caught.value.code, caught.value.message
 

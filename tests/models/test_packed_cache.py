@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.kernels.base import Ops, Tensor
 from pageturner.models.load import load_model
 from support.decoding import Decoding, backend
 from support.engines import GOLDENS
+from support.refusals import engine_fault
 
 MODEL = "tiny_llama_quant.gguf"
 PROMPT = [("p", [1, 5, 9, 33])]
@@ -112,6 +112,5 @@ def test_a_folder_that_cannot_be_written_hurts_nobody(model: Path, tmp_path: Pat
 
 
 def test_a_backend_without_files_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="packed-cache needs the native backend") as fault:
+    with engine_fault("packed-cache needs the native backend", code="packed_cache"):
         logits(model, backend("reference"), tmp_path)
-    assert fault.value.code == "packed_cache"

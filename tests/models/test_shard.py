@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.formats.ggml import dequantise
 from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.base import AttentionShape, Tensor
@@ -21,6 +20,7 @@ from pageturner.models.spec import ModelSpec
 from pageturner.models.stages import Stage, balanced, stage_of
 from pageturner.models.weights import read_part
 from support.adapters import random_weights
+from support.refusals import engine_fault
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = ("tiny_llama", "tiny_llama_quant", "tiny_qwen3", "tiny_llama_untied")
@@ -107,16 +107,15 @@ def test_shares_of_ranks_are_known() -> None:
 
 
 def test_a_cut_through_a_group_is_refused_with_the_tensor_and_what_works() -> None:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault(code="tensor_parallel") as caught:
         shards("tiny_llama_quant", 4)
-    assert caught.value.code == "tensor_parallel"
     assert "'blk.0.attn_output.weight', of 64 columns in groups of 32" in caught.value.message
     assert caught.value.message.endswith("--tensor-parallel-size may be 1, 2")
 
 
 def test_so_it_is_where_the_load_makes_the_groups() -> None:
     assert len(shards("tiny_llama", 4)) == 4
-    with pytest.raises(EngineFault, match=r"attn_output.weight.*may be 1, 2"):
+    with engine_fault(r"attn_output.weight.*may be 1, 2"):
         shards("tiny_llama", 4, "int8")
 
 
@@ -124,21 +123,17 @@ def test_an_mlp_that_is_too_narrow_is_refused() -> None:
     spec = spec_of(64, 64, ffn=96)
     layout = gguf_layout(spec, lambda name: False)
     kinds = {part.name: "Q8_0" for part in layout.all()}
-    with pytest.raises(
-        EngineFault, match=r"'blk.0.ffn_down.weight', of 96 columns in groups of 32"
-    ):
+    with engine_fault(r"'blk.0.ffn_down.weight', of 96 columns in groups of 32"):
         shard_of(Divisible(spec, layout, kinds), 0, 4)
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
-    with pytest.raises(
-        EngineFault, match=r"4 query heads cannot be divided among 8 ranks.*may be 1, 2, 3, 4"
-    ):
+    with engine_fault(r"4 query heads cannot be divided among 8 ranks.*may be 1, 2, 3, 4"):
         shards("tiny_llama", 8)
 
 
 def test_a_latent_kv_is_refused_by_name() -> None:
-    with pytest.raises(EngineFault, match=r"latent KV.*--tensor-parallel-size 1"):
+    with engine_fault(r"latent KV.*--tensor-parallel-size 1"):
         shards("families/deepseek_v2", 2)
 
 
@@ -166,9 +161,7 @@ def test_slices_of_experts_are_the_whole_side_by_side(name: str) -> None:
 
 def test_an_expert_that_is_too_narrow_is_refused_with_its_tensor() -> None:
     for name, quantization in (("experts_qwen3moe_quant", "none"), ("experts_qwen3moe", "int8")):
-        with pytest.raises(
-            EngineFault, match=r"'blk.0.ffn_down_exps.weight', of 32 columns.*may be 1$"
-        ):
+        with engine_fault(r"'blk.0.ffn_down_exps.weight', of 32 columns.*may be 1$"):
             shards(name, 2, quantization)
 
 
@@ -263,9 +256,7 @@ def test_a_stage_has_what_an_adapter_adds_to_its_layers() -> None:
 
 
 def test_more_stages_than_layers_are_refused_with_what_works() -> None:
-    with pytest.raises(
-        EngineFault, match=r"2 layers cannot be divided.*--pipeline-parallel-size may be 1 to 2$"
-    ):
+    with engine_fault(r"2 layers cannot be divided.*--pipeline-parallel-size may be 1 to 2$"):
         stages("tiny_llama", 3)
 
 

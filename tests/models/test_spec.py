@@ -19,7 +19,8 @@ from pageturner.models.load import load_model
 from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import FAMILIES, ModelSpec
 from support import gguf_writer as w
-from support.decoding import Decoding
+from support.decoding import logits
+from support.refusals import engine_fault
 from support.smollm2 import GOLDENS
 
 OPS = ReferenceOps()
@@ -39,13 +40,9 @@ def changed(
 
 
 def fault(path: Path) -> EngineFault:
-    with pytest.raises(EngineFault) as caught:
+    with engine_fault() as caught:
         load_model(path, OPS)
     return caught.value
-
-
-def logits(path: Path, tokens: list[int]) -> np.ndarray:
-    return Decoding(load_model(path, OPS), OPS).step([("p", tokens)])[0]
 
 
 # -- what is understood --------------------------------------------------------------------------------------
@@ -275,7 +272,7 @@ def test_kinds_the_backend_cannot_compute(tmp_path: Path) -> None:
 
 
 def test_an_unknown_weight_type() -> None:
-    with pytest.raises(EngineFault, match="bfloat16"):
+    with engine_fault("bfloat16"):
         load_model(GOLDENS / "tiny_llama.gguf", OPS, dtype="bfloat16")
 
 

@@ -13,9 +13,10 @@ from pageturner.http.http_client import ServerAddress
 from pageturner.router import proxy
 from pageturner.router.breaker import STRIKES
 from pageturner.router.fleet import Fleet
+from support.refusals import refusal_of
 
 from .replica import Answer, Replica, Routed, begin_stream, chunk, routed, whole, write
-from .test_route import fleet, in_loop, never
+from .test_route import fleet, never
 
 
 def fails_with(status: int, reason: str = "internal_error") -> Answer:
@@ -45,7 +46,6 @@ async def statuses(there: Routed, requests: int, at_once: int = 16) -> Counter[i
 @pytest.mark.parametrize(
     "placement", ["prefix_aware", pytest.param("round_robin", marks=pytest.mark.slow)]
 )
-@in_loop
 @pytest.mark.slow
 async def test_one_of_four_that_fails_at_once_gets_a_handful_and_clients_do_not_notice(
     placement: str,
@@ -58,7 +58,6 @@ async def test_one_of_four_that_fails_at_once_gets_a_handful_and_clients_do_not_
         assert len(replicas[1].asked) - already < 10
 
 
-@in_loop
 @pytest.mark.slow
 async def test_who_was_put_aside_is_tried_and_comes_back() -> None:
     now = 1000.0
@@ -82,7 +81,6 @@ async def test_who_was_put_aside_is_tried_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("status", [502, 503])
-@in_loop
 async def test_other_errors_are_held_against_it_too(status: int) -> None:
     replicas = [Replica("a", fails_with(status)), Replica("b", works)]
     async with routed(replicas, placement="least_loaded") as there:
@@ -90,7 +88,6 @@ async def test_other_errors_are_held_against_it_too(status: int) -> None:
         assert 0 < len(replicas[0].asked) <= 8
 
 
-@in_loop
 async def test_streams_that_break_off_put_it_aside() -> None:
     async def breaks(replica: Replica, writer: asyncio.StreamWriter) -> None:
         begin_stream(writer)
@@ -103,7 +100,6 @@ async def test_streams_that_break_off_put_it_aside() -> None:
         assert sum("replica_lost" in text for text in texts) == STRIKES
 
 
-@in_loop
 async def test_a_client_that_reads_too_slowly_puts_nobody_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,7 +137,6 @@ async def test_a_client_that_reads_too_slowly_puts_nobody_aside(
         assert await there.metric("pageturner:router_replica_put_aside_total") == 0
 
 
-@in_loop
 async def test_what_clients_cause_is_held_against_nobody() -> None:
     replicas = fleet(2)
     async with routed(replicas) as there:
@@ -154,7 +149,6 @@ async def test_what_clients_cause_is_held_against_nobody() -> None:
         )
 
 
-@in_loop
 async def test_a_request_that_fails_everywhere_puts_nobody_aside() -> None:
     replicas = fleet(3, answer=fails_with(500))
     async with routed(replicas) as there:
@@ -165,12 +159,11 @@ async def test_a_request_that_fails_everywhere_puts_nobody_aside() -> None:
         assert {await there.by() for _ in range(6)} == {"a", "b", "c"}
 
 
-@in_loop
 async def test_poison_meets_one_replica() -> None:
     replicas = fleet(3, answer=fails_with(500, "poisoned_request"))
     async with routed(replicas) as there:
         response = await there.ask()
-        assert (response.status_code, response.json()["error"]["reason"]) == (
+        assert refusal_of(response) == (
             500,
             "poisoned_request",
         )
@@ -179,7 +172,6 @@ async def test_poison_meets_one_replica() -> None:
         assert await there.metric("pageturner:router_replica_put_aside_total") == 0
 
 
-@in_loop
 async def test_poison_is_known_in_every_shape() -> None:
     async def as_ollama_says(replica: Replica, writer: asyncio.StreamWriter) -> None:
         write(writer, 500, {"error": "it brought the engine down", "reason": "poisoned_request"})
@@ -190,7 +182,6 @@ async def test_poison_is_known_in_every_shape() -> None:
         assert sum(len(replica.asked) for replica in replicas) == 1
 
 
-@in_loop
 async def test_where_all_are_put_aside_the_least_bad_one_is_asked() -> None:
     replicas = fleet(2, answer=fails_with(500))
     async with routed(replicas, retries=0) as there:
@@ -202,7 +193,6 @@ async def test_where_all_are_put_aside_the_least_bad_one_is_asked() -> None:
         assert await there.metric("pageturner:router_replica_aside") < 2
 
 
-@in_loop
 async def test_a_refusal_that_says_when_to_come_again_goes_before_an_error() -> None:
     replicas = fleet(3, answer=fails_with(500))
     replicas[1].answer = fails_with(429, "queue_full")
@@ -210,21 +200,19 @@ async def test_a_refusal_that_says_when_to_come_again_goes_before_an_error() -> 
         assert await statuses(there, 3, at_once=1) == {429: 3}
 
 
-@in_loop
 async def test_requests_at_one_replica_are_bounded() -> None:
     replicas = fleet(2, answer=never)
     async with routed(replicas, max_open_per_replica=1) as there:
         waiting = [asyncio.ensure_future(there.ask()) for _ in range(2)]
         await there.until(lambda: all(replica.asked for replica in replicas))
         refused = await there.ask()
-        assert (refused.status_code, refused.json()["error"]["reason"]) == (429, "queue_full")
+        assert refusal_of(refused) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
         for task in waiting:
             task.cancel()
         await there.until(lambda: there.router.active == 0)
 
 
-@in_loop
 async def test_no_files_left_is_not_the_replicas_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none_left(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -12,9 +12,10 @@ import pytest
 from pageturner.http.http_client import ServerAddress
 from pageturner.router.keepers import MAX_ID, by_id, tagged
 from server.conftest import Server
+from support.refusals import refusal_of
 
 from .replica import Replica, routed, write
-from .test_route import fleet, hangs_up, in_loop
+from .test_route import fleet, hangs_up
 
 
 async def keeps(replica: Replica, writer: asyncio.StreamWriter) -> None:
@@ -23,7 +24,6 @@ async def keeps(replica: Replica, writer: asyncio.StreamWriter) -> None:
     write(writer, 200, {"by": replica.name, "id": "resp_" + asked.headers["x-request-id"]})
 
 
-@in_loop
 async def test_an_answer_is_found_where_it_is_kept() -> None:
     replicas = fleet(3, answer=keeps)
     async with routed(replicas) as there:
@@ -44,7 +44,6 @@ async def test_an_answer_is_found_where_it_is_kept() -> None:
     assert all(replica.asked for replica in replicas)
 
 
-@in_loop
 async def test_what_nobody_keeps_is_told_at_once() -> None:
     replicas = fleet(2, answer=keeps)
     async with routed(replicas) as there:
@@ -55,14 +54,13 @@ async def test_what_nobody_keeps_is_told_at_once() -> None:
                     "/v1/responses", json={"input": "", "previous_response_id": id}
                 ),
             ):
-                assert (refused.status_code, refused.json()["error"]["reason"]) == (
+                assert refusal_of(refused) == (
                     404,
                     "response_not_found",
                 )
         assert not any(replica.asked for replica in replicas)
 
 
-@in_loop
 async def test_one_that_is_gone_is_not_stood_in_for() -> None:
     replicas = fleet(2, answer=keeps)
     async with routed(replicas) as there:
@@ -76,13 +74,12 @@ async def test_one_that_is_gone_is_not_stood_in_for() -> None:
         ):
             await asyncio.sleep(0.01)
         refused = await there.http.get(f"/v1/responses/{made['id']}")
-        assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "no_replica")
+        assert refusal_of(refused) == (503, "no_replica")
         assert (await there.http.post("/v1/responses", json={"input": "hi"})).json()["by"] != made[
             "by"
         ]
 
 
-@in_loop
 async def test_what_goes_on_by_itself_is_not_begun_twice() -> None:
     replicas = fleet(3, answer=hangs_up)
     async with routed(replicas) as there:
@@ -95,12 +92,9 @@ async def test_what_goes_on_by_itself_is_not_begun_twice() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b'{"previous_response_id": 5}', b'{"previous_response_id": "\\ud800"}']
 )
-def test_whatever_is_wrong_a_replica_says(body: bytes) -> None:
-    async def run() -> None:
-        async with routed(fleet(1, answer=keeps)) as there:
-            assert (await there.http.post("/v1/responses", content=body)).status_code == 200
-
-    in_loop(run)()
+async def test_whatever_is_wrong_a_replica_says(body: bytes) -> None:
+    async with routed(fleet(1, answer=keeps)) as there:
+        assert (await there.http.post("/v1/responses", content=body)).status_code == 200
 
 
 def test_ids_fit() -> None:
@@ -111,7 +105,6 @@ def test_ids_fit() -> None:
     assert len(tagged("y" * 128, here)) < 128
 
 
-@in_loop
 async def test_its_document_is_that_of_a_replica_without_what_is_not_passed_on() -> None:
     operation = {"responses": {"200": {}, "500": {"content": {"x": 1}}}}
     paths = {
@@ -167,7 +160,6 @@ def test_with_servers(start: Callable[..., Server]) -> None:
     assert json.dumps(router.http.get("/openapi.json").json()).count("/v1/responses") > 3
 
 
-@in_loop
 async def test_a_stray_of_another_key_is_none() -> None:
     """Who gives the same X-Request-Id, and whose stream has moved, leads nobody to the wrong replica."""
     async with routed(fleet(2, answer=keeps)) as there:

@@ -17,6 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from support.hf_folder import GOLDENS
+from support.servers import serving
+
+from .fork_server import Forked
+
 
 class Server:
     """One server process. `log` is what it wrote to standard error so far."""
@@ -31,13 +36,17 @@ class Server:
     ) -> None:
         self.notes_path = folder / "notes.jsonl"
         self.notes_path.touch()
-        fake = [str(Path(__file__).with_name("fake_server.py"))]
-        program = fake if command == "serve" else ["-m", "pageturner", command]
-        self.process = subprocess.Popen(
-            [sys.executable, *program, "--port", "0", *flags],
-            env={**os.environ, "FAKE_LOG": str(self.notes_path), **env},
-            stderr=subprocess.PIPE,
-            text=True,
+        whole = {**os.environ, "FAKE_LOG": str(self.notes_path), **env}
+        words = ["--port", "0", *flags]
+        self.process = (
+            Forked(words, whole)
+            if command == "serve"
+            else subprocess.Popen(
+                [sys.executable, "-m", "pageturner", command, *words],
+                env=whole,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
         self.log = ""
         self.url = ""
@@ -126,12 +135,27 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         _end(server)
 
 
+def shared(scope: Any = "module", flags: tuple[str, ...] = (), **env: str) -> Any:
+    """A fixture: a server that tests share. They must leave it as it was."""
+
+    @pytest.fixture(scope=scope)
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        server = Server(tmp_path_factory.mktemp("server"), list(flags), env, True)
+        yield server
+        _end(server)
+
+    return server
+
+
+server = shared("session")
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that tests share: they must leave it as it was."""
-    server = Server(tmp_path_factory.mktemp("server"), [], {}, True)
-    yield server
-    _end(server)
+def client() -> Iterator[httpx.Client]:
+    """A client of a tiny model's server, whose calls and thoughts have formats: tests share it."""
+    flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--developer")
+    with serving(GOLDENS / "tiny_llama.gguf", *flags) as one:
+        yield one
 
 
 def _end(server: Server) -> None:

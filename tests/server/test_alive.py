@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from pageturner.server.engine_client.quarantine import PATIENCE
+from support.refusals import refusal_of
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -195,7 +196,7 @@ def test_a_request_that_crashes_the_engine_before_any_step_fails_alone(start: St
     next(run)
     server.until(lambda: len(server.notes("submit")) == 5)
     bad = post(server, prompt="x<|untakable|>", max_tokens=9)
-    assert (bad.status_code, bad.json()["error"]["reason"]) == (500, "poisoned_request")
+    assert refusal_of(bad) == (500, "poisoned_request")
     assert next(run) == [answer(prompt, 150) for prompt in prompts]
     assert len(server.notes("start")) <= 8
 
@@ -288,7 +289,7 @@ def test_a_full_queue_is_a_429_with_retry_after(start: Start) -> None:
     socks = [raw_request(server, '{"prompt": "<|stall|>", "max_tokens": 9}') for _ in range(3)]
     server.until(lambda: len(server.notes("submit")) == 3)
     response = post(server)
-    assert (response.status_code, response.json()["error"]["reason"]) == (429, "queue_full")
+    assert refusal_of(response) == (429, "queue_full")
     assert 1 <= int(response.headers["retry-after"]) <= 60
     assert server.metric("vllm:admission_rejections_total") == 1
     for sock in socks:
@@ -318,7 +319,7 @@ def test_sigterm_drains(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     server.until(lambda: server.http.get("/health").status_code == 503)
     refused = post(server)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "shutting_down")
+    assert refusal_of(refused) == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) >= 1
     assert next(run) == [answer(prompt, 150) for prompt in "abc"]
     assert server.process.wait(60) == 0

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from pageturner.errors import ClientError
 from pageturner.http.multipart import boundary_of, read_form
 from pageturner.server.api.batches.batch_lines import (
     BadLine,
@@ -25,6 +24,7 @@ from pageturner.server.api.batches.batch_lines import (
     tokens_of,
 )
 from pageturner.server.api.batches.batch_pages import seconds_of
+from support.refusals import client_error
 
 TEXT = "/v1/completions"
 
@@ -115,7 +115,7 @@ def test_tokens_by_either_name() -> None:
 
 @pytest.mark.parametrize("window", ["", "24", "0h", "h", "99999h", "31d", "1s", "24 h"])
 def test_windows_that_are_none(window: str) -> None:
-    with pytest.raises(ClientError):
+    with client_error():
         seconds_of(window)
     assert (seconds_of("24h"), seconds_of("30d"), seconds_of("1m")) == (86_400, 30 * 86_400, 60)
 
@@ -161,15 +161,13 @@ def test_a_form_is_the_same_however_it_is_cut(content: bytes, cuts: list[int]) -
     ],
 )
 def test_what_is_no_form_is_refused(content: bytes) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="invalid_form"):
         read(content, [10])
-    assert caught.value.code == "invalid_form"
 
 
 def test_only_forms_with_a_boundary_are_taken() -> None:
     assert boundary_of('multipart/form-data; charset=x; boundary="a b"') == b"a b"
     assert boundary_of("Multipart/Form-Data;boundary=ab") == b"ab"
     for kind in ("", "application/json", "multipart/form-data", "multipart/mixed; boundary=a"):
-        with pytest.raises(ClientError) as caught:
+        with client_error(status=415):
             boundary_of(kind)
-        assert caught.value.status == 415

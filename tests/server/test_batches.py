@@ -19,7 +19,8 @@ import httpx
 import pytest
 
 from pageturner.request import BACKGROUND
-from server.conftest import Server
+from server.conftest import Server, _end
+from support.refusals import refusal_of
 
 TEXT = "/v1/completions"
 Start = Callable[..., Server]
@@ -75,17 +76,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
     flags = ["--batch-dir", str(folder / "kept"), "--max-file-size", "200000", "--max-files", "60"]
     server = Server(folder, flags, {}, True)
     yield server
-    server.process.kill()
-    server.finished()
-    server.http.close()
-    assert server.process.stderr is not None
-    server.process.stderr.close()
+    _end(server)
 
 
 def test_without_a_folder_they_say_how_to_have_them(server: Server) -> None:
     for path in ("/v1/files", "/v1/batches"):
         answer = server.http.get(path)
-        assert (answer.status_code, answer.json()["error"]["reason"]) == (404, "batches_off")
+        assert refusal_of(answer) == (404, "batches_off")
         assert "--batch-dir" in answer.json()["error"]["message"]
 
 
@@ -111,7 +108,7 @@ def test_a_file_that_lost_its_content_can_be_deleted_and_hurts_no_batch(
     assert server.http.get(f"/v1/files/{file}/content").status_code == 404
     wanted = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
     told = server.http.post("/v1/batches", json=wanted)
-    assert (told.status_code, told.json()["error"]["reason"]) == (400, "invalid_input_file")
+    assert refusal_of(told) == (400, "invalid_input_file")
     assert server.http.delete(f"/v1/files/{file}").json()["deleted"] is True
     assert create(server, [line("b", prompt="x")])
 
@@ -139,7 +136,7 @@ def test_uploads_that_are_refused_leave_nothing(
 ) -> None:
     before = kept.http.get("/v1/files").json()["data"]
     answer = kept.http.post("/v1/files", **how)
-    assert (answer.status_code, answer.json()["error"]["reason"]) == (status, reason)
+    assert refusal_of(answer) == (status, reason)
     assert kept.http.get("/v1/files").json()["data"] == before
 
 
@@ -552,7 +549,7 @@ def test_a_file_has_a_bound_of_lines(start: Start, tmp_path: Path) -> None:
     server = start("--batch-dir", str(tmp_path / "kept"), "--max-batch-lines", "50")
     body = {"files": {"file": ("a", b"{}\n" * 51)}, "data": {"purpose": "batch"}}
     refused = server.http.post("/v1/files", **body)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (413, "too_many_lines")
+    assert refusal_of(refused) == (413, "too_many_lines")
     assert list((tmp_path / "kept" / "files").iterdir()) == []
     upload(server.http, b"{}\n" * 50)
     listed = server.http.get("/v1/files", params={"limit": "0" * 8 + "1" + "0" * 5000})

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError, EngineFault
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.formats.tokenizer import Marks, Tokenizer
@@ -23,6 +22,7 @@ from pageturner.text import answer_format, conversation, template_choice
 from pageturner.text.chat_template import ChatTemplate, TemplateTooLong, continued_prompt
 from pageturner.text.template_choice import BY_NAME, give_template
 from support.hf_folder import make_folder
+from support.refusals import client_error, engine_fault
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import TEMPLATE, BytesCodec, BytesTokenizer, answer
@@ -193,7 +193,7 @@ def test_what_the_others_write(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama-2", "mistral", "gemma"])
 def test_turns_that_cannot_be_written_are_refused(family: str) -> None:
-    with pytest.raises(ClientError, match="take turns"):
+    with client_error("take turns"):
         rendered(family, [HELLO, HELLO])
 
 
@@ -203,11 +203,11 @@ TOLD = [HELLO, CALLING, {"role": "tool", "content": "x"}]
 @pytest.mark.parametrize("family", sorted(BY_NAME))
 def test_no_message_is_written_as_what_it_is_not(family: str) -> None:
     if answer_format.recognised(BY_NAME[family].template) is None:
-        with pytest.raises(ClientError, match="no tools"):
+        with client_error("no tools"):
             rendered(family, TOLD)
     late = [*TURNS[:2], SYSTEM, HELLO]
     if "first one" in BY_NAME[family].template:
-        with pytest.raises(ClientError, match=r"first one|take turns"):
+        with client_error(r"first one|take turns"):
             rendered(family, late)
         return
     text = rendered(family, late)
@@ -281,7 +281,7 @@ def test_a_template_is_given_by_file_text_or_family(tmp_path: Path) -> None:
     assert give_template(tokenizer, "") == ""
     assert tokenizer.chat_template == TEMPLATE
     for wrong in (str(tmp_path), str(tmp_path / "absent"), "{% for %}", "chatmll"):
-        with pytest.raises(EngineFault, match="--chat-template"):
+        with engine_fault("--chat-template"):
             give_template(BytesTokenizer(), wrong)
 
 
@@ -321,12 +321,11 @@ def test_a_template_of_a_request_needs_trust() -> None:
     call = ask(chat_template=OTHER)
     assert text_of(call) == "[user]Hello>"
     for served, code in ((replace(TRUSTING, request_templates=False), "unsupported_parameter"),):
-        with pytest.raises(ClientError) as caught:
+        with client_error(code=code, param="chat_template"):
             ask(served, chat_template=OTHER)
-        assert (caught.value.code, caught.value.param) == (code, "chat_template")
     with pytest.raises(TemplateTooLong):  # a worker compiles it
         ask(replace(TRUSTING, in_worker=False), chat_template=OTHER)
-    with pytest.raises(ClientError, match="chats"):
+    with client_error("chats"):
         completions.read(decode(b'{"prompt": "a", "chat_template": "x"}'), TRUSTING)
     assert text_of(
         ask(chat_template="{{ mood }}{{ messages[0].content }}", chat_template_kwargs={"mood": "!"})
@@ -351,9 +350,8 @@ def test_tools_go_by_the_template_of_the_request() -> None:
 
 
 def test_without_any_template_the_refusal_says_how_to_give_one() -> None:
-    with pytest.raises(ClientError, match="--chat-template") as caught:
+    with client_error("--chat-template", code="no_chat_template"):
         ask(replace(SERVED, template=None))
-    assert caught.value.code == "no_chat_template"
 
 
 # -- messages that go on -------------------------------------------------------------------------------------
@@ -393,9 +391,8 @@ def test_a_template_that_writes_a_message_in_its_own_way_is_refused() -> None:
         "x",
         "{{ messages[-1].content | length }}",
     ):
-        with pytest.raises(ClientError) as caught:
+        with client_error(code="template_error"):
             continued_prompt(ChatTemplate(source), template_messages(on("Hi")))
-        assert caught.value.code == "template_error"
 
 
 @pytest.mark.parametrize(
@@ -407,9 +404,8 @@ def test_a_template_that_writes_a_message_in_its_own_way_is_refused() -> None:
     ],
 )
 def test_what_cannot_go_on(messages: list[Any], fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="invalid_value", param=param):
         ask(messages=messages, continue_final_message=True, **fields)
-    assert (caught.value.code, caught.value.param) == ("invalid_value", param)
 
 
 def test_thoughts_that_have_begun_go_on() -> None:

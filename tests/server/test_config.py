@@ -12,7 +12,7 @@ import pytest
 
 from pageturner import cli
 from pageturner.config import settings as config
-from pageturner.errors import EngineFault
+from support.refusals import engine_fault
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,9 +71,8 @@ def test_sizes(text: str, value: int) -> None:
     ],
 )
 def test_wrong_flags_are_named(words: list[str], named: str) -> None:
-    with pytest.raises(EngineFault, match=named) as caught:
+    with engine_fault(named, code="bad_setting"):
         parse(*words)
-    assert caught.value.code == "bad_setting"
 
 
 @pytest.mark.parametrize(
@@ -91,19 +90,19 @@ def test_wrong_flags_are_named(words: list[str], named: str) -> None:
 def test_wrong_files_are_explained(text: str, named: str, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(text)
-    with pytest.raises(EngineFault, match=named):
+    with engine_fault(named):
         parse(toml=str(file))
 
 
 def test_sizes_are_only_spoken_of_where_there_are_bytes() -> None:
-    with pytest.raises(EngineFault, match="port is a whole number, not 'http'"):
+    with engine_fault("port is a whole number, not 'http'"):
         parse("--port", "http")
-    with pytest.raises(EngineFault, match="or a size such as 8G"):
+    with engine_fault("or a size such as 8G"):
         parse("--kv-cache-memory", "much")
 
 
 def test_a_missing_file_is_explained() -> None:
-    with pytest.raises(EngineFault, match="/nowhere"):
+    with engine_fault("/nowhere"):
         parse(toml="/nowhere/c.toml")
 
 

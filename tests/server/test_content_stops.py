@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageturner.text.answer_format import AnswerFormat, AnswerReader
-from support.engines import GOLDENS
-from support.servers import serving
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "STOP x"}}\n</tool_call>'
 THINKS = "<think>\nSTOP it\n</think>\n\n"
@@ -69,13 +66,6 @@ def test_the_content_alone_is_cut_at_a_stop(data: st.DataObject) -> None:
     calls = [delta.text for delta in AnswerReader(format).read(shown, True) if delta.kind == "call"]
     if stops.found is not None and calls:  # each of them is whole
         assert shown.count("STOP x") == shown.count("</tool_call>")
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--developer")
-    with serving(GOLDENS / "tiny_llama.gguf", *flags) as one:
-        yield one
 
 
 TOOL = {"name": "look", "parameters": {"type": "object"}}

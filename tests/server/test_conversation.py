@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.formats.gguf import open_gguf
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.answer_grammar import formats_of
@@ -23,6 +22,7 @@ from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.answer_format import read as parse
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.conversation import prompt_text
+from support.refusals import client_error
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
@@ -224,9 +224,8 @@ def test_thoughts_of_former_turns_have_every_name() -> None:
     ],
 )
 def test_what_is_no_message_is_refused(message: dict[str, Any]) -> None:
-    with pytest.raises(ClientError, match=r"messages\[0\]") as caught:
+    with client_error(r"messages\[0\]", status=400, param="messages"):
         template_messages([message])
-    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 def test_tools_are_shown_as_they_were_sent() -> None:
@@ -261,11 +260,8 @@ def test_with_the_choice_none_they_are_not() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_an_unknown_format_is_a_400_that_names_the_flag(choice: str) -> None:
-    with pytest.raises(
-        ClientError, match=r"--tool-call-parser hermes, .*one of .*llama3"
-    ) as caught:
+    with client_error(r"--tool-call-parser hermes, .*one of .*llama3", status=400, param="tools"):
         read(served(TEMPLATE), tools=TOOLS, tool_choice=choice)
-    assert (caught.value.status, caught.value.param) == (400, "tools")
     known = read(served(TEMPLATE, tool_call_parser="llama3"), tools=TOOLS, tool_choice=choice)
     assert known.answer is not None
     assert known.answer.tools == "llama3"
@@ -303,9 +299,8 @@ def test_a_prompt_that_has_begun_the_thoughts_is_noticed() -> None:
 
 
 def test_a_budget_needs_a_format_of_thoughts() -> None:
-    with pytest.raises(ClientError, match=r"--reasoning-parser") as caught:
+    with client_error(r"--reasoning-parser", status=400, param="thinking_token_budget"):
         read(served(), thinking_token_budget=3)
-    assert (caught.value.status, caught.value.param) == (400, "thinking_token_budget")
     params = read(served("<think>"), max_reasoning_tokens=3).params[0]
     assert (params.max_thinking_tokens, params.thinking_begin) == (3, ())
     assert bytes(params.thinking_end) == b"</think>"
@@ -317,9 +312,8 @@ def test_completions_have_no_tools() -> None:
         ("tool_choice", "required"),
         ("thinking_token_budget", 3),
     ):
-        with pytest.raises(ClientError) as caught:
+        with client_error(code="unsupported_parameter", param=field):
             completions.read(decode(json.dumps({"prompt": "x", field: value}).encode()), served())
-        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", field)
 
 
 def test_the_settings_are_the_formats() -> None:

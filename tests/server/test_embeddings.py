@@ -6,28 +6,22 @@ import base64
 import json
 import math
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.openai.embeddings import EMBEDDINGS
+from support.refusals import client_error
 
-from .conftest import Server, _end
+from .conftest import Server, shared
 from .test_openai import SERVED
 
 PATH = "/v1/embeddings"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--max-num-batched-tokens", "16"]
-    server = Server(tmp_path_factory.mktemp("server"), flags, {"FAKE_ENGINE": "own"}, True)
-    yield server
-    _end(server)
+server = shared(flags=("--max-num-batched-tokens", "16"), FAKE_ENGINE="own")
 
 
 def plain(server: Server, **fields: Any) -> list[list[float]]:
@@ -86,9 +80,8 @@ def test_openai_client(server: Server) -> None:
 )
 def test_refusals(fields: dict[str, Any], code: str, param: str) -> None:
     raw = json.dumps(fields).encode()
-    with pytest.raises(ClientError) as caught:
+    with client_error(code=code, param=param):
         EMBEDDINGS.read(EMBEDDINGS.decode(raw, NO_LIMITS), SERVED)
-    assert (caught.value.code, caught.value.param) == (code, param), caught.value.message
 
 
 def test_a_body_cannot_ask_chats_for_rows(server: Server) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.server.api.base.body import RequestBody
 from pageturner.server.api.openai import completions
+from support.refusals import client_error
 
 from .conftest import Server
 from .test_http import events, post, text_of
@@ -55,13 +55,12 @@ def test_whose_end_of_the_engine_it_is(start: Callable[..., Server]) -> None:
     "wrong", ["nan", "nan@", "nan@0", "nan@-1", "nan@1.5", "leak@1", "@1", "", "nan@\u0663"]
 )
 def test_what_is_no_fault_is_refused(wrong: str) -> None:
-    with pytest.raises(ClientError, match="inject_fault is KIND@N") as caught:
+    with client_error("inject_fault is KIND@N", status=400, param="inject_fault"):
         completions.read(
             RequestBody(prompt="hello", inject_fault=wrong), replace(SERVED, developer=True)
         )
-    assert (caught.value.status, caught.value.param) == (400, "inject_fault")
 
 
 def test_faults_are_for_developers() -> None:
-    with pytest.raises(ClientError, match="--developer"):
+    with client_error("--developer"):
         completions.read(RequestBody(prompt="hello", inject_fault="nan@1"), SERVED)

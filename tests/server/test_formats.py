@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from pageturner import SamplingParams, StructuredOutputsParams
-from pageturner.errors import ClientError
 from pageturner.server.api.base.body import RequestBody
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.openai import completions
 from pageturner.text import parameters
 from pageturner.text.grammar.check import byte_tokens, compiled
+from support.refusals import client_error
 
 from .bytes_tokenizer import BytesTokenizer
 from .test_openai import SERVED, chat, completion, refusal
@@ -253,9 +253,8 @@ def test_what_contradicts_a_grammar(more: dict[str, Any], param: str) -> None:
 
 def test_forced_end_contradicts_a_grammar() -> None:
     body = RequestBody(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="invalid_value", param="forced_end"):
         completions.read(body, replace(SERVED, developer=True))
-    assert (caught.value.code, caught.value.param) == ("invalid_value", "forced_end")
 
 
 def test_parameters_of_llm_are_checked_too() -> None:
@@ -270,6 +269,5 @@ def test_parameters_of_llm_are_checked_too() -> None:
         (made, endless),
         (SamplingParams(structured_outputs=raw), BytesTokenizer()),
     ):
-        with pytest.raises(ClientError) as caught:
+        with client_error(param="structured_outputs"):
             parameters.resolve(params, tokenizer, 266)
-        assert caught.value.param == "structured_outputs"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.base.body import decode
@@ -18,10 +16,11 @@ from pageturner.server.api.ollama.ollama import OLLAMA_GENERATE
 from pageturner.server.api.openai import completions
 from pageturner.server.api.openai.infill import INFILL
 from pageturner.text.fim import fim_prompt, fim_tokens
+from support.refusals import client_error
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import FIM, BytesTokenizer, answer
-from .conftest import Server, _end
+from .conftest import Server, shared
 from .test_openai import SERVED
 
 FILLS = replace(SERVED, tokenizer=BytesTokenizer(fills_gaps=True))
@@ -29,11 +28,7 @@ PRE, SUF, MID = FIM["prefix"], FIM["suffix"], FIM["middle"]
 GAP = [PRE, *b"ab", SUF, *b"yz", MID]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), [], {"FAKE_FIM": "1"}, True)
-    yield server
-    _end(server)
+server = shared(FAKE_FIM="1")
 
 
 def completion(served: Any = FILLS, **fields: Any) -> Call:
@@ -129,9 +124,8 @@ def test_the_same_gap_of_completions_and_ollama(server: Server) -> None:
     ],
 )
 def test_refusals(served: Any, fields: dict[str, Any], code: str, param: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code=code, param=param):
         completion(served, **fields)
-    assert (caught.value.code, caught.value.param) == (code, param), caught.value.message
 
 
 def test_refusals_say_the_names_of_each_shape() -> None:
@@ -143,11 +137,10 @@ def test_refusals_say_the_names_of_each_shape() -> None:
         (lambda: infill(input_prefix="a", n_predict=500), "n_predict"),
         (lambda: infill(input_prefix="a" * 200), "input_prefix"),
     ):
-        with pytest.raises(ClientError) as caught:
+        with client_error(param=param):
             call()
-        assert caught.value.param == param, caught.value.message
     raw = json.dumps({"prompt": "a", "suffix": "b"}).encode()
-    with pytest.raises(ClientError, match="FIM"):
+    with client_error("FIM"):
         OLLAMA_GENERATE.read(OLLAMA_GENERATE.decode(raw, NO_LIMITS), SERVED)
 
 

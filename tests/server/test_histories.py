@@ -17,6 +17,7 @@ from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.server.api.responses.response_items import offered_tools, opened, options_of, sealed
 from pageturner.server.api.responses.responses import RESPONSES
 from pageturner.text.chat_template import ChatTemplate
+from support.refusals import client_error
 
 from .test_openai import SERVED
 
@@ -38,7 +39,7 @@ def decoded(dialect: Dialect, **fields: Any) -> Any:
 
 
 def refusal(dialect: Dialect, **fields: Any) -> ClientError:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         dialect.read(decoded(dialect, **fields), WIDE)
     return caught.value
 
@@ -65,7 +66,7 @@ def test_conversations_of_agents_go_through_templates_that_know_only_turns() -> 
         new = "<system>\nnew\n</system>"
         assert said == f"[system:be][user:hi\n\n{new}][assistant:so][user:{new}\n\nhi]"
     twice = {"role": "assistant", "content": "so"}
-    with pytest.raises(ClientError, match="twice"):
+    with client_error("twice"):
         RESPONSES.read(
             decoded(RESPONSES, input=[HI, {"role": "assistant", "content": ""}, twice, twice]),
             strict,
@@ -198,11 +199,12 @@ def test_max_tokens_may_be_more_than_there_is_room_for() -> None:
     call = MESSAGES.read(decoded(MESSAGES, max_tokens=32_000), SERVED)
     assert call.params[0].max_tokens == 81 - len(call.prompts[0])
     long = [{"role": "user", "content": "x" * 200}]
-    with pytest.raises(
-        ClientError, match="prompt is too long: This model's maximum context length"
-    ) as caught:
+    with client_error(
+        "prompt is too long: This model's maximum context length",
+        code="context_length_exceeded",
+        param="messages",
+    ):
         MESSAGES.read(decoded(MESSAGES, messages=long), SERVED)
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_what_agents_send_beside_all_that_is_taken() -> None:
@@ -306,7 +308,7 @@ def test_think(think: Any, switch: str, effort: str | None) -> None:
         ).decode()
         assert said.endswith(f"null{switch}<think>")
         if think:
-            with pytest.raises(ClientError, match="think: it is not known how this model thinks"):
+            with client_error("think: it is not known how this model thinks"):
                 dialect.read(body, WIDE)
 
 
@@ -386,7 +388,7 @@ def test_custom_tools_are_functions_of_one_text() -> None:
                 RESPONSES.read(body, WIDE).params[0].structured_outputs
             )
         else:
-            with pytest.raises(ClientError, match="tools: the parameters of 'patch'"):
+            with client_error("tools: the parameters of 'patch'"):
                 RESPONSES.read(body, WIDE)
 
 

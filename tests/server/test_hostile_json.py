@@ -13,9 +13,9 @@ import pytest
 from hostile import http_cases, json_bodies, whole_server
 from hostile.whole_server import ADMIN, ask, check_answer
 from pageturner.cli.stream_events import stream_events
-from pageturner.errors import ClientError
 from pageturner.http.http_client import MAX_REST, ConnectionLost, EventSplitter
 from pageturner.lab.bench.client import Client
+from support.refusals import client_error
 
 KEY = [(b"authorization", b"Bearer " + ADMIN.encode())]
 
@@ -85,7 +85,7 @@ NO_EVENTS = (
 
 @pytest.mark.parametrize("event", NO_EVENTS)
 def test_what_is_no_event_is_one_error_at_a_terminal(event: bytes) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         list(stream_events(io.BytesIO(b"data: " + event + b"\n\ndata: [DONE]\n\n")))
     assert caught.value.code in ("bad_event", "server_error")
     assert len(caught.value.message) < 3000

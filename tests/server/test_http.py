@@ -12,6 +12,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.refusals import refusal_of
+
 from .bytes_tokenizer import TEXT, BytesTokenizer, answer
 from .conftest import Server
 
@@ -346,12 +348,12 @@ def test_a_failure_after_the_first_chunk_is_an_event(server: Server) -> None:
 def test_ten_megabytes_are_refused_before_they_are_read(server: Server) -> None:
     body = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
     response = server.http.post("/v1/completions", content=body, timeout=30)
-    assert (response.status_code, response.json()["error"]["reason"]) == (413, "body_too_large")
+    assert refusal_of(response) == (413, "body_too_large")
     parts = (
         body[i : i + 65536] for i in range(0, len(body), 65536)
     )  # chunked: no length is announced
     response = server.http.post("/v1/completions", content=parts, timeout=30)
-    assert (response.status_code, response.json()["error"]["reason"]) == (413, "body_too_large")
+    assert refusal_of(response) == (413, "body_too_large")
 
 
 def test_an_oversized_body_is_answered_while_it_is_still_being_sent(server: Server) -> None:
@@ -470,7 +472,7 @@ def test_api_key(start: Any) -> None:
     guarded = start("--api-key", "sesame-123")
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic sesame-123"}):
         response = guarded.http.get("/v1/models", headers=headers)
-        assert (response.status_code, response.json()["error"]["reason"]) == (
+        assert refusal_of(response) == (
             401,
             "invalid_api_key",
         )

@@ -57,7 +57,9 @@ async def one_client(here: Loopback, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_is_raised_and_nothing_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_raised_and_nothing_is_kept(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[OpenConnections] = []
 
     def remembered(
@@ -68,29 +70,24 @@ def test_nothing_is_raised_and_nothing_is_kept(seed: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(http_limits, "OpenConnections", remembered)
 
-    async def check() -> None:
-        raised: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        limits = {"connections": 80, "body_memory": 400_000, "pipelined": 3, "idle_seconds": 1}
-        async with loopback(answer=b"x" * 300_000, **limits) as here:
-            await asyncio.gather(
-                *(one_client(here, random.Random(100 * seed + i)) for i in range(100))
-            )
-            async with asyncio.timeout(20):
-                while made[0].open:
-                    await asyncio.sleep(0.01)
-            assert (made[0].bodies.total, raised) == (0, [])
-            assert said(await here.send(b"\x00\r\n\r\n")) == (400, "invalid_http")
-            assert here.refused.keys() >= {
-                "invalid_http",
-                "head_too_large",
-                "request_timeout",
-                "idle_closed",
-            }
-            before = len(here.asked)
-            whole = HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n"
-            for _ in range(20):  # whoever comes behind all of that is served as ever
-                assert (await here.send(whole)).startswith("HTTP/1.1 200")
-            assert len(here.asked) == before + 20
-
-    asyncio.run(check())
+    raised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+    limits = {"connections": 80, "body_memory": 400_000, "pipelined": 3, "idle_seconds": 1}
+    async with loopback(answer=b"x" * 300_000, **limits) as here:
+        await asyncio.gather(*(one_client(here, random.Random(100 * seed + i)) for i in range(100)))
+        async with asyncio.timeout(20):
+            while made[0].open:
+                await asyncio.sleep(0.01)
+        assert (made[0].bodies.total, raised) == (0, [])
+        assert said(await here.send(b"\x00\r\n\r\n")) == (400, "invalid_http")
+        assert here.refused.keys() >= {
+            "invalid_http",
+            "head_too_large",
+            "request_timeout",
+            "idle_closed",
+        }
+        before = len(here.asked)
+        whole = HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n"
+        for _ in range(20):  # whoever comes behind all of that is served as ever
+            assert (await here.send(whole)).startswith("HTTP/1.1 200")
+        assert len(here.asked) == before + 20

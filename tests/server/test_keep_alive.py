@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from pageturner.http.responses import encode
 from pageturner.http.stream_marks import MOVES
 
-from .conftest import Server, _end
+from .conftest import Server, shared
 from .test_stream_migration import BODIES
 
 STALL = [{"role": "user", "content": "<|stall|>"}]  # it never gets a token
@@ -28,12 +28,7 @@ SIGNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose streams show soon that they live."""
-    server = Server(tmp_path_factory.mktemp("lively"), [], {"FAKE_ALIVE_SECONDS": "0.3"}, True)
-    yield server
-    _end(server)
+lively = shared(FAKE_ALIVE_SECONDS="0.3")  # its streams show soon that they live
 
 
 def stalled(path: str) -> dict[str, Any]:

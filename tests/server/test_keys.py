@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pageturner import cli
-from pageturner.errors import EngineFault
 from pageturner.http.api_keys import ANYBODY, ApiKeys, cache_salt_of, read_api_keys
+from support.refusals import engine_fault
 
 from .conftest import Server
 from .test_prefixes import listed
@@ -49,16 +49,16 @@ def test_a_key_tells_the_tenant(tmp_path: Path) -> None:
     "written", ["sesame,", "a b:sesame", "sesame,sesame", "x:sesame,y:sesame", ":sesame?ä"]
 )
 def test_what_is_no_key_is_refused_and_not_shown(written: str) -> None:
-    with pytest.raises(EngineFault, match=r"api_key: key \d") as caught:
+    with engine_fault(r"api_key: key \d") as caught:
         read_api_keys(written, "")
     assert "sesame" not in caught.value.message
 
 
 def test_files_that_hold_no_keys(tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="cannot read"):
+    with engine_fault("cannot read"):
         read_api_keys("", str(tmp_path / "absent"))
     (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(EngineFault, match="no key"):
+    with engine_fault("no key"):
         read_api_keys("", str(tmp_path / "empty"))
 
 
@@ -154,7 +154,7 @@ def test_a_wrong_table_is_told_by_its_place(line: str, told: str, tmp_path: Path
     given = {"tenant": 'tenant = "a"', "sha256": f'sha256 = "{digest("x")}"'}
     given.pop(line.split()[0], None)
     file.write_text("\n".join(["[[keys]]", *given.values(), line]))
-    with pytest.raises(EngineFault, match=told) as caught:
+    with engine_fault(told) as caught:
         read_api_keys("", str(file))
     assert "sesame" not in caught.value.message
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.http import slices
 from pageturner.http.memory_reserve import MemoryReserve
 from pageturner.http.request_info import RequestInfo
@@ -20,6 +19,7 @@ from pageturner.server.api.base.replies import InParts, at_once, json_list
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.completions import read
 from pageturner.server.text_workers import text_jobs
+from support.refusals import client_error
 
 from .conftest import Server
 from .test_openai import SERVED
@@ -60,9 +60,8 @@ def test_what_finds_no_memory_to_be_written_is_refused(monkeypatch: pytest.Monke
         yield
         return b"long"
 
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=503, code="out_of_memory"):
         asyncio.run(slices.in_slices(long(), MemoryReserve()))
-    assert (caught.value.status, caught.value.code) == (503, "out_of_memory")
 
 
 def test_many_prompts_are_unpacked_one_after_another() -> None:

@@ -11,6 +11,7 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.anthropic.messages import MESSAGES
+from support.refusals import client_error
 
 from .bytes_tokenizer import answer
 from .conftest import Server, named_events
@@ -32,7 +33,7 @@ def said(**fields: Any) -> str:
 
 
 def refusal(**fields: Any) -> ClientError:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         call(**fields)
     return caught.value
 

@@ -14,6 +14,7 @@ from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.text.chat_template import ChatTemplate
+from support.refusals import client_error
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer, answer
 from .conftest import Server
@@ -28,7 +29,7 @@ def call(dialect: Any, **fields: Any) -> Any:
 
 
 def refusal(dialect: Any, **fields: Any) -> ClientError:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         call(dialect, **fields)
     return caught.value
 

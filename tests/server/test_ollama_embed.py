@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.ollama.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
+from support.refusals import client_error
 
-from .conftest import Server, _end
+from .conftest import Server, shared
 from .test_openai import SERVED
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), [], {"FAKE_ENGINE": "own"}, True)
-    yield server
-    _end(server)
+server = shared(FAKE_ENGINE="own")
 
 
 def read(dialect: Any = OLLAMA_EMBED, **fields: Any) -> Call:
@@ -67,9 +61,8 @@ def test_a_long_text_is_cut_behind_what_fits_unless_it_says_otherwise() -> None:
     (prompt,) = read(input=text).prompts
     assert bytes(prompt).decode() == text[: SERVED.capacity]
     assert read(OLLAMA_EMBEDDINGS, prompt=text).prompts == (prompt,)
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="context_length_exceeded", param="input"):
         read(input=text, truncate=False)
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +77,5 @@ def test_a_long_text_is_cut_behind_what_fits_unless_it_says_otherwise() -> None:
     ],
 )
 def test_refusals(dialect: Any, fields: dict[str, Any], code: str, param: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code=code, param=param):
         read(dialect, **fields)
-    assert (caught.value.code, caught.value.param) == (code, param), caught.value.message

@@ -15,6 +15,7 @@ from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai import chat as chats
 from pageturner.server.api.openai import completions
 from pageturner.text.chat_template import ChatTemplate
+from support.refusals import client_error
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
 
@@ -33,7 +34,7 @@ def chat(**fields: Any) -> Call:
 
 
 def refusal(call: Any, **fields: Any) -> ClientError:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         call(**fields)
     return caught.value
 
@@ -49,7 +50,7 @@ def test_forced_end_is_for_developers() -> None:
     call = completions.read(RequestBody(prompt="hello", forced_end=3), served)
     assert (call.params[0].forced_end, call.params[0].stop_ids) == (3, (257,))
     for wrong in ({"forced_end": 0}, {"forced_end": 3, "ignore_eos": True}):
-        with pytest.raises(ClientError, match="forced_end is 1 or more"):
+        with client_error("forced_end is 1 or more"):
             completions.read(RequestBody(prompt="hello", **wrong), served)
 
 
@@ -358,9 +359,8 @@ def test_wrong_chats(fields: dict[str, Any], code: str) -> None:
     ],
 )
 def test_what_is_no_json_object_is_a_400(raw: bytes) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=400):
         completions.read(decode(raw), SERVED)
-    assert caught.value.status == 400
 
 
 def test_another_model_is_a_404() -> None:

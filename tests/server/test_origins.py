@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError
 from pageturner.http.origins import EVERYTHING, OriginRules, origin_rules
+from support.refusals import engine_fault, refusal_of
 
 from .conftest import Server
 
@@ -90,7 +91,7 @@ def test_pages_must_say_that_they_send_json_and_others_need_not() -> None:
 
 @pytest.mark.parametrize("origin", ["pages.example", "https://pages.example/path", ",x"])
 def test_what_no_browser_sends_as_its_origin_is_told(origin: str) -> None:
-    with pytest.raises(EngineFault, match="allowed_origins"):
+    with engine_fault("allowed_origins"):
         origin_rules("127.0.0.1", "", origin)
 
 
@@ -142,7 +143,7 @@ def test_pages_are_there_under_the_names_of_the_server(server: Server, start: St
             own = one.http.get(path)
             foreign = one.http.get(path, headers={"host": "evil.example"})
             assert own.status_code == 200
-            assert (foreign.status_code, foreign.json()["error"]["reason"]) == (
+            assert refusal_of(foreign) == (
                 403,
                 "host_not_allowed",
             )
@@ -200,4 +201,4 @@ def test_with_keys_the_key_decides(start: Start) -> None:
 def test_what_says_whose_a_request_is_may_be_said_only_once(server: Server, name: str) -> None:
     headers = [(name, "good"), (name.lower(), "evil")]
     refused = server.http.get("/v1/models", headers=headers)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "duplicate_header")
+    assert refusal_of(refused) == (400, "duplicate_header")

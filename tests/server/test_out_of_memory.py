@@ -21,6 +21,7 @@ from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.output_stream import OutputStream, output_streams
+from support.refusals import refusal_of
 
 from .bytes_tokenizer import BytesTokenizer, answer
 from .conftest import Server
@@ -69,7 +70,7 @@ def test_who_finds_an_engine_without_memory_is_not_to_blame(start: Callable[...,
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(lambda: text_of(events(server, prompt="tale", max_tokens=300)))
         told = post(server, prompt="<|poison|>", max_tokens=2)
-        assert (told.status_code, told.json()["error"]["reason"]) == (503, "out_of_memory")
+        assert refusal_of(told) == (503, "out_of_memory")
         assert "retry-after" in told.headers
         assert beside.result(60) == answer("tale", 300)
     assert server.metric("pageturner:poisoned_requests_total") == 0
@@ -110,23 +111,21 @@ def opened(streams: OpenStreams, ids: list[int], sinks: list[WholeAnswer]) -> li
     return found
 
 
-def test_a_stream_that_finds_no_memory_fails_alone() -> None:
-    async def work() -> None:
-        streams, sinks = OpenStreams(Metrics(), 8), [WholeAnswer(1), WholeAnswer(1)]
-        one, other = opened(streams, [5, 6], sinks)
+async def test_a_stream_that_finds_no_memory_fails_alone() -> None:
 
-        def nothing_fits(token: int) -> str:
-            raise MemoryError
+    streams, sinks = OpenStreams(Metrics(), 8), [WholeAnswer(1), WholeAnswer(1)]
+    one, other = opened(streams, [5, 6], sinks)
 
-        one.detokenizer.push = nothing_fits  # type: ignore[method-assign]
-        stopped = streams.deliver([Event(5, 0, 2, tokens=[65]), Event(6, 0, 2, tokens=[65])])
-        assert stopped == [5]
-        assert one.failure is not None
-        assert one.failure.code == "out_of_memory"
-        assert list(streams.unfinished) == [6]
-        assert other.tokens == [65]
+    def nothing_fits(token: int) -> str:
+        raise MemoryError
 
-    asyncio.run(work())
+    one.detokenizer.push = nothing_fits  # type: ignore[method-assign]
+    stopped = streams.deliver([Event(5, 0, 2, tokens=[65]), Event(6, 0, 2, tokens=[65])])
+    assert stopped == [5]
+    assert one.failure is not None
+    assert one.failure.code == "out_of_memory"
+    assert list(streams.unfinished) == [6]
+    assert other.tokens == [65]
 
 
 def test_what_is_kept_is_given_up_and_taken_back() -> None:
@@ -160,13 +159,11 @@ def test_what_is_small_may_begin_with_a_part_of_what_is_kept() -> None:
     assert reserve.held
 
 
-def test_answers_that_take_much_memory_give_way_and_no_others() -> None:
-    async def work() -> None:
-        streams = OpenStreams(Metrics(), 8)
-        large, small = opened(streams, [5, 6], [WholeAnswer(1), WholeAnswer(1)])
-        large.prompt_logprobs = [[]] * 1000
-        streams.make_room()
-        assert list(streams.unfinished) == [6]
-        assert (large.failure and large.failure.code, small.failure) == ("out_of_memory", None)
+async def test_answers_that_take_much_memory_give_way_and_no_others() -> None:
 
-    asyncio.run(work())
+    streams = OpenStreams(Metrics(), 8)
+    large, small = opened(streams, [5, 6], [WholeAnswer(1), WholeAnswer(1)])
+    large.prompt_logprobs = [[]] * 1000
+    streams.make_room()
+    assert list(streams.unfinished) == [6]
+    assert (large.failure and large.failure.code, small.failure) == ("out_of_memory", None)

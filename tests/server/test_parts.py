@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from .bytes_tokenizer import SPECIALS
-from .conftest import Server, _end
+from .conftest import Server, shared
 
 Json = dict[str, Any]
 Part = tuple[str, str, str]  # kind, name of a tool, text
@@ -242,13 +242,7 @@ SHAPES: dict[str, tuple[str, Callable[[Json], Json], Reader, Reader]] = {
 each_shape = pytest.mark.parametrize("name", SHAPES)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(
-        tmp_path_factory.mktemp("server"), list(FLAGS), {"FAKE_STEP_SECONDS": "0"}, True
-    )
-    yield server
-    _end(server)
+server = shared(flags=FLAGS, FAKE_STEP_SECONDS="0")
 
 
 def whole(server: Server, name: str, fields: Json) -> tuple[list[Part], Any, int]:

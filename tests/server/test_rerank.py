@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
-from pageturner.errors import ClientError, EngineFault
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.openai.rerank import RERANK, SCORE
 from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it, read_template
+from support.refusals import client_error, engine_fault
 from support.servers import serving
 
 from .bytes_tokenizer import BytesTokenizer
-from .conftest import Server, _end
+from .conftest import Server, shared
 from .test_openai import SERVED
 
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
@@ -36,11 +35,7 @@ def cosine(a: str, b: str) -> float:
     return (x * y + 1) / (math.hypot(x, 1) * math.hypot(y, 1))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), [], {"FAKE_ENGINE": "own"}, True)
-    yield server
-    _end(server)
+server = shared(FAKE_ENGINE="own")
 
 
 def read(dialect: Any, served: Any = ROOMY, **fields: Any) -> Call:
@@ -137,7 +132,7 @@ def test_what_a_model_is_asked() -> None:
         judge.prompt("a {document}", "b {query}", "") == "<q>a {document}</q><d>b {query}</d> yes?"
     )
     assert judge.tokens("yes or no?\n") == judge.tokens("<answer>") == (ord("y"), ord("n"))
-    with pytest.raises(ClientError, match="yes from no"):
+    with client_error("yes from no"):
         judge.tokens("yes?")  # both begin with a space
     asked = Judge(BytesTokenizer(), ROOMY.template).prompt("Q1", "D1", "find")
     assert asked.startswith("<|bos|>system\n")
@@ -189,9 +184,8 @@ def test_a_document_may_be_cut() -> None:
     ],
 )
 def test_refusals(dialect: Any, fields: dict[str, Any], code: str, param: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code=code, param=param):
         read(dialect, **fields)
-    assert (caught.value.code, caught.value.param) == (code, param), caught.value.message
 
 
 def test_a_template_of_a_flag_has_places(tmp_path: Path) -> None:
@@ -203,5 +197,5 @@ def test_a_template_of_a_flag_has_places(tmp_path: Path) -> None:
     )
     assert read_template("") == ""
     for wrong in ("{query} alone", str(tmp_path / "absent")):
-        with pytest.raises(EngineFault, match="rerank-template"):
+        with engine_fault("rerank-template"):
             read_template(wrong)

@@ -22,6 +22,7 @@ from pageturner.server.api.responses.response_store import (
     ResponseStore,
 )
 from pageturner.server.api.responses.responses import RESPONSES
+from support.refusals import client_error, refusal_of
 
 from .bytes_tokenizer import answer
 from .conftest import Server, named_events
@@ -149,7 +150,7 @@ def test_fields_reach_the_parameters() -> None:
     ],
 )
 def test_refusals(fields: dict[str, Any], code: str, says: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         call(**fields)
     assert (caught.value.code, says in caught.value.message) == (code, True), caught.value.message
 
@@ -187,12 +188,12 @@ def test_an_answer_is_gone_back_to_and_deleted(server: Server) -> None:
         server.http.delete(path),
         server.http.post(f"{path}/cancel"),
     ):
-        assert (response.status_code, response.json()["error"]["reason"]) == (
+        assert refusal_of(response) == (
             404,
             "response_not_found",
         )
     gone = ask(server, previous_response_id=told["id"])
-    assert (gone.status_code, gone.json()["error"]["reason"]) == (404, "response_not_found")
+    assert refusal_of(gone) == (404, "response_not_found")
     unstored = ask(server, store=False).json()
     assert unstored["store"] is False
     assert server.http.get(f"{PATH}/{unstored['id']}").status_code == 404
@@ -251,9 +252,8 @@ def kept(store: ResponseStore, id: str) -> bool:
 def test_two_answers_under_way_have_two_ids() -> None:
     store = ResponseStore(9999)
     store.open(record("r", 5000))
-    with pytest.raises(ClientError, match="under way") as caught:
+    with client_error("under way", status=409):
         store.open(record("r", 5000))
-    assert caught.value.status == 409
     store.open(record("r", 5000, "b"))  # who is not even told that there is another one
     assert store.opened("r", "b").tenant == "b"
 
@@ -289,7 +289,7 @@ def test_it_is_cancelled(server: Server) -> None:
     server.until(lambda: len(server.notes("abort")) > aborts)
     waited = ask(server).json()
     refused = server.http.post(f"{PATH}/{waited['id']}/cancel")
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "invalid_value")
+    assert refusal_of(refused) == (400, "invalid_value")
 
 
 def test_it_is_deleted_while_it_goes_on(server: Server) -> None:

@@ -25,6 +25,7 @@ from pageturner.request import Request, SessionHint
 from pageturner.server.admission.quota import Quota
 from pageturner.server.engine_client.supervisor import EngineListener
 from pageturner.server.sessions import ServedSessions
+from support.refusals import refusal_of
 from support.servers import serving
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
@@ -82,7 +83,7 @@ def test_a_conversation_is_kept_told_and_released(client: httpx.Client) -> None:
     gone = client.delete("/v1/sessions/conv").json()
     assert gone == {"id": "conv", "object": "session", "deleted": True}
     missing = client.get("/v1/sessions/conv")
-    assert (missing.status_code, missing.json()["error"]["reason"]) == (404, "no_such_session")
+    assert refusal_of(missing) == (404, "no_such_session")
 
 
 def test_a_fork_and_the_last_turn(client: httpx.Client) -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageturner.errors import ClientError
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Failure, Request, Timings
 from pageturner.server.api.base.usage import usage
@@ -24,6 +23,7 @@ from pageturner.text.output_stream import (
     StreamTimes,
     output_streams,
 )
+from support.refusals import client_error
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -163,22 +163,20 @@ def stopped(streams: OpenStreams, id: int) -> OutputStream:
     return stream
 
 
-def test_timings_of_a_stopped_stream_are_waited_for() -> None:
-    async def check() -> None:
-        streams, timings = OpenStreams(Metrics(), limit=10), Timings(1.0, 2.0, {"queue": 1.0})
-        stream, other = stopped(streams, 1), stopped(streams, 2)
-        waiting = asyncio.ensure_future(streams.wait_for_timings([stream]))
-        await asyncio.sleep(0)
-        streams.settle_timings(2, None)
-        streams.settle_timings(77, timings)
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        streams.settle_timings(1, timings)
-        await asyncio.wait_for(waiting, 0.2)
-        assert (stream.times.timings, other.times.timings) == (timings, None)
-        await streams.wait_for_timings([stream, other, make(3)[0]])
+async def test_timings_of_a_stopped_stream_are_waited_for() -> None:
 
-    asyncio.run(check())
+    streams, timings = OpenStreams(Metrics(), limit=10), Timings(1.0, 2.0, {"queue": 1.0})
+    stream, other = stopped(streams, 1), stopped(streams, 2)
+    waiting = asyncio.ensure_future(streams.wait_for_timings([stream]))
+    await asyncio.sleep(0)
+    streams.settle_timings(2, None)
+    streams.settle_timings(77, timings)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    streams.settle_timings(1, timings)
+    await asyncio.wait_for(waiting, 0.2)
+    assert (stream.times.timings, other.times.timings) == (timings, None)
+    await streams.wait_for_timings([stream, other, make(3)[0]])
 
 
 def test_timings_of_a_stopped_stream_come_with_its_end_where_the_engine_was_quicker() -> None:
@@ -190,38 +188,33 @@ def test_timings_of_a_stopped_stream_come_with_its_end_where_the_engine_was_quic
     assert stream.times.timings == timings
 
 
-def test_nobody_waits_for_the_timings_of_an_engine_that_is_lost() -> None:
-    async def check() -> None:
-        streams = OpenStreams(Metrics(), limit=10)
-        waiting = asyncio.ensure_future(streams.wait_for_timings([stopped(streams, 1)]))
-        await asyncio.sleep(0)
-        streams.engine_lost()
-        await asyncio.wait_for(waiting, 0.2)
+async def test_nobody_waits_for_the_timings_of_an_engine_that_is_lost() -> None:
 
-    asyncio.run(check())
+    streams = OpenStreams(Metrics(), limit=10)
+    waiting = asyncio.ensure_future(streams.wait_for_timings([stopped(streams, 1)]))
+    await asyncio.sleep(0)
+    streams.engine_lost()
+    await asyncio.wait_for(waiting, 0.2)
 
 
-def test_only_so_many_timings_are_awaited() -> None:
-    async def check() -> None:
-        streams = OpenStreams(Metrics(), limit=10)
-        first = stopped(streams, 0)
-        waiting = asyncio.ensure_future(streams.wait_for_timings([first]))
-        await asyncio.sleep(0)
-        for id in range(1, MAX_STOPPED + 1):
-            stopped(streams, id)
-        await asyncio.wait_for(waiting, 0.2)
-        streams.settle_timings(0, Timings(1.0, 2.0, {}))
-        assert first.times.timings is None
+async def test_only_so_many_timings_are_awaited() -> None:
 
-    asyncio.run(check())
+    streams = OpenStreams(Metrics(), limit=10)
+    first = stopped(streams, 0)
+    waiting = asyncio.ensure_future(streams.wait_for_timings([first]))
+    await asyncio.sleep(0)
+    for id in range(1, MAX_STOPPED + 1):
+        stopped(streams, id)
+    await asyncio.wait_for(waiting, 0.2)
+    streams.settle_timings(0, Timings(1.0, 2.0, {}))
+    assert first.times.timings is None
 
 
 def test_the_queue_is_bounded_all_or_none() -> None:
     streams = OpenStreams(Metrics(), limit=2)
     streams.add([make(1)[0]])
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=429):
         streams.check_room([make(2)[0], make(3)[0]])
-    assert caught.value.status == 429
     streams.check_room([make(2)[0], make(3)[0]], leaving=1)
     assert list(streams.unfinished) == [1]
     assert 1 <= streams.retry_after() <= 60
@@ -236,31 +229,27 @@ def test_failures_reach_whoever_waits() -> None:
     assert stream.failure == Failure("x", "y")
 
 
-def test_a_slow_reader_is_noticed_and_costs_no_more_memory() -> None:
-    async def check() -> None:
-        queue = PieceQueue(limit=5)
-        stream, _ = make()
-        stream.sink = queue
-        stream.add_event(events(b"abcdefgh"), 0.0)
-        assert queue.overflowed.done()
-        assert len(await queue.get_all()) == 5
+async def test_a_slow_reader_is_noticed_and_costs_no_more_memory() -> None:
 
-    asyncio.run(check())
+    queue = PieceQueue(limit=5)
+    stream, _ = make()
+    stream.sink = queue
+    stream.add_event(events(b"abcdefgh"), 0.0)
+    assert queue.overflowed.done()
+    assert len(await queue.get_all()) == 5
 
 
-def test_a_whole_answer_is_done_when_all_choices_are() -> None:
-    async def check() -> None:
-        whole_answer = WholeAnswer(2)
-        both = [make(i)[0] for i in (0, 1)]
-        for i, stream in enumerate(both):
-            stream.choice, stream.sink = i, whole_answer
-            assert not whole_answer.done.done()
-            stream.add_event(events(b"xy", finish="length"), 0.0)
-        assert whole_answer.done.done()
-        assert whole_answer.texts == ["xy", "xy"]
-        assert whole_answer.offsets == [[0, 1], [0, 1]]
+async def test_a_whole_answer_is_done_when_all_choices_are() -> None:
 
-    asyncio.run(check())
+    whole_answer = WholeAnswer(2)
+    both = [make(i)[0] for i in (0, 1)]
+    for i, stream in enumerate(both):
+        stream.choice, stream.sink = i, whole_answer
+        assert not whole_answer.done.done()
+        stream.add_event(events(b"xy", finish="length"), 0.0)
+    assert whole_answer.done.done()
+    assert whole_answer.texts == ["xy", "xy"]
+    assert whole_answer.offsets == [[0, 1], [0, 1]]
 
 
 def scored(start: int, end: int) -> Event:

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.http.api_keys import ANYBODY, ApiKey
 from pageturner.params import SamplingParams
 from pageturner.request import EXPIRED, Event, Failure, Request
@@ -23,6 +22,7 @@ from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.output_stream import OutputStream, StreamTimes
+from support.refusals import client_error, refusal_of
 
 from .bytes_tokenizer import BytesTokenizer
 from .conftest import Server
@@ -83,13 +83,8 @@ def test_keys_tell_the_tenant_before_headers_do() -> None:
 def test_what_cannot_be_is_refused_by_name(
     body: dict[str, Any], headers: dict[str, str], param: str
 ) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=400, code="invalid_value", param=param) as caught:
         said(body, headers)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (
-        400,
-        "invalid_value",
-        param,
-    )
     assert param in caught.value.message
 
 
@@ -97,9 +92,8 @@ def test_what_cannot_be_is_refused_by_name(
     "body", ['{"deadline_ms": NaN}', '{"ttft_target_ms": "5"}', '{"priority": 1.5}']
 )
 def test_what_is_no_number(body: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=400):
         decode(body.encode())
-    assert caught.value.status == 400
 
 
 def test_the_engine_is_told(server: Server) -> None:
@@ -153,7 +147,7 @@ def test_refused_for_its_target_and_taken_when_it_was_told(
     server, _ = busy
     hurry = {"max_tokens": 2, "ttft_target_ms": 60, "stream": True}
     refused = ask(server, **hurry)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (
+    assert refusal_of(refused) == (
         429,
         "ttft_target_unreachable",
     )
@@ -189,7 +183,7 @@ def _sorted(server: Server) -> str:
 def test_a_deadline_ends_who_waits_and_who_runs(busy: tuple[Server, threading.Thread]) -> None:
     server, first = busy
     waiting = ask(server, max_tokens=2, deadline_ms=400)
-    assert (waiting.status_code, waiting.json()["error"]["reason"]) == (429, "deadline_unreachable")
+    assert refusal_of(waiting) == (429, "deadline_unreachable")
     first.join()
     running = ask(server, max_tokens=2000, deadline_ms=250)
     assert (running.status_code, running.json()["error"]["type"]) == (504, "GatewayTimeoutError")
@@ -207,7 +201,7 @@ def test_a_deadline_holds_while_there_is_no_engine(start: Callable[..., Server])
     """It is the supervisor that ends it, a little later."""
     server = start("--engine-timeout", "60", FAKE_STEP_SECONDS="0.001")
     answer = ask(server, prompt="<|stall|>", max_tokens=5, deadline_ms=200)
-    assert (answer.status_code, answer.json()["error"]["reason"]) == (504, "deadline_exceeded")
+    assert refusal_of(answer) == (504, "deadline_exceeded")
     server.until(lambda: server.notes("abort"))
 
 
@@ -292,7 +286,7 @@ def test_a_full_queue_refuses_targets_too_and_a_minute_is_forgotten() -> None:
     metrics, now = Metrics(), [5.0]
     streams = OpenStreams(metrics, 1, clock=lambda: now[0])
     streams.add([stream(1)])
-    with pytest.raises(ClientError, match="full"):
+    with client_error("full"):
         streams.check_room([stream(2, ttft_target=1.0)])
     assert outcomes(metrics.goodput) == {"ttft": "refused", "all": "refused"}
     assert metrics.goodput.last_minute(5.0)[0] == 0.0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from jinja2 import sandbox
 
-from pageturner.errors import ClientError
 from pageturner.text.chat_template import ChatTemplate, TemplateLimits, TemplateTooLong
+from support.refusals import client_error
 
 HI = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a\nb"}]
 LIMITS = TemplateLimits(steps=20_000, characters=1 << 20, prompt=1 << 20)
@@ -90,9 +90,8 @@ def test_a_template_ends_within_its_budget(source: str) -> None:
     ],
 )
 def test_what_cannot_be_read_or_rendered_is_a_refusal(source: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=400, code="template_error") as caught:
         ChatTemplate(source, limits=LIMITS).render(HI)
-    assert (caught.value.status, caught.value.code) == (400, "template_error")
     assert caught.value.message.encode()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Marks, Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.server.admission.limits import NO_LIMITS
@@ -20,6 +19,7 @@ from pageturner.text import chat_template, conversation
 from pageturner.text.chat_request import ChatSettings, read_chat
 from pageturner.text.chat_template import ChatTemplate, habits_of
 from pageturner.text.conversation import prompt_text
+from support.refusals import client_error
 
 from .bytes_tokenizer import BytesCodec
 from .test_chat_templates import HELLO, TRUSTING, WEATHER, ask, text_of
@@ -98,7 +98,7 @@ def test_a_role_that_takes_lists_says_nothing_of_another() -> None:
 
 def test_parts_that_are_no_text_are_refused() -> None:
     for part in ({"type": "image_url"}, {"type": "text"}, "x"):
-        with pytest.raises(ClientError, match=r"messages\[0\].content: only text parts"):
+        with client_error(r"messages\[0\].content: only text parts"):
             prompt_text(each("{{ m.content }}"), [{**HELLO, "content": [part]}], {})
 
 
@@ -175,9 +175,8 @@ def test_results_that_stand_together_are_one_message_of_the_user() -> None:
 
 def test_a_template_that_refuses_tools_refuses_them_still() -> None:
     body = "{% if m.role == 'tool' or m.tool_calls %}{{ raise_exception('no tools') }}{% endif %}"
-    with pytest.raises(ClientError, match="no tools") as caught:
+    with client_error("no tools", status=400, code="template_error"):
         prompt_text(each(body), called(""), {})
-    assert (caught.value.status, caught.value.code) == (400, "template_error")
 
 
 def test_a_result_that_is_lost_behind_another_has_its_own_call() -> None:
@@ -204,7 +203,7 @@ def test_turns_alternate_where_the_template_asks_for_that() -> None:
     ):
         assert text_of(ask(messages=messages, chat_template=TURNS)) == text
     for messages in ([{"role": "assistant", "content": "a"}], called("")):
-        with pytest.raises(ClientError, match="roles must alternate"):
+        with client_error("roles must alternate"):
             ask(messages=messages, chat_template=TURNS)
 
 
@@ -273,9 +272,8 @@ def test_a_template_has_its_own_lists(source: str, text: str) -> None:
     ],
 )
 def test_a_template_changes_nothing_else(source: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(code="template_error"):
         prompt_text(ChatTemplate(source), [dict(HELLO)], {"tools": [dict(WEATHER)]})
-    assert caught.value.code == "template_error"
 
 
 # -- thoughts that go on -------------------------------------------------------------------------------------
@@ -307,7 +305,7 @@ def test_thoughts_go_on_in_templates_that_leave_them_out() -> None:
     for more, text in (("", "u:Hello;a:<think>\nI th"), (opens, "u:Hello;a:<think>\nI th")):
         template = ChatTemplate(source + ends.replace("%s", more))
         assert prompt_text(template, thinking(None), {}, goes_on=True) == text
-    with pytest.raises(ClientError, match="reasoning_content of the last message"):
+    with client_error("reasoning_content of the last message"):
         prompt_text(ChatTemplate(source), thinking(None), {}, goes_on=True)
 
 

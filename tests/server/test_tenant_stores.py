@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import Server
+from .conftest import Server, _end
 
 ID = "the-same-id"
 TEXT = "/v1/completions"
@@ -94,11 +94,7 @@ def tenants(
     yield clients[0], clients[1]
     for client in clients:
         client.close()
-    server.process.kill()
-    server.finished()
-    server.http.close()
-    assert server.process.stderr is not None
-    server.process.stderr.close()
+    _end(server)
 
 
 def asked(client: httpx.Client, path: str, id: str) -> tuple[int, str]:

@@ -33,6 +33,7 @@ from pageturner.server.text_workers.text_worker import Job, facts_of, worker_of
 from pageturner.text import template_sandbox
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.output_format import KnownGrammars
+from support.refusals import client_error
 
 from .conftest import Server
 from .test_openai import SERVED
@@ -107,7 +108,7 @@ def lives(pid: int) -> bool:
 
 
 async def refused(asked: Awaitable[bytes]) -> ClientError:
-    with pytest.raises(ClientError) as caught:
+    with client_error() as caught:
         await asked
     return caught.value
 

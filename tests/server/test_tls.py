@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from pageturner.config.settings import ServerConfig
-from pageturner.errors import EngineFault
 from pageturner.http import http_client
 from pageturner.http.http_client import ConnectionLost, parse_address
 from pageturner.http.tls import Certificates, certificates_of
+from support.refusals import engine_fault
 
 from .conftest import Server
 from .test_http_limits import HEAD, Loopback, loopback, said
@@ -127,16 +127,13 @@ async def secured(here: Loopback, sock: socket.socket) -> ssl.SSLSocket:
 
 
 @pytest.mark.parametrize("request_", [GET, GET.replace(b"connection: close\r\n", b"")])
-def test_who_does_not_read_is_cut_off(request_: bytes) -> None:
+async def test_who_does_not_read_is_cut_off(request_: bytes) -> None:
     """What was encrypted waits, too."""
 
-    async def run() -> None:
-        async with loopback(b"x" * 20_000_000, Certificates(CONFIG)) as here:
-            with socket.socket() as sock, await secured(here, sock) as secure:
-                secure.sendall(request_)
-                await until(lambda: here.refused["client_too_slow"])
-
-    asyncio.run(run())
+    async with loopback(b"x" * 20_000_000, Certificates(CONFIG)) as here:
+        with socket.socket() as sock, await secured(here, sock) as secure:
+            secure.sendall(request_)
+            await until(lambda: here.refused["client_too_slow"])
 
 
 def test_who_does_not_say_goodbye_is_not_waited_for() -> None:
@@ -200,7 +197,7 @@ def test_files_that_cannot_be_used(cert: str, key: str, password: str, says: str
     config = ServerConfig(
         ssl_certfile=str(FILES / cert), ssl_keyfile=keyfile, ssl_keyfile_password=password
     )
-    with pytest.raises(EngineFault, match=says):
+    with engine_fault(says):
         certificates_of(config)
 
 
@@ -210,7 +207,7 @@ def test_what_goes_together() -> None:
         ssl_certfile=CERT, ssl_keyfile=str(FILES / "encrypted.pem"), ssl_keyfile_password="sesame"
     )
     assert certificates_of(encrypted) is not None
-    with pytest.raises(EngineFault, match="give --ssl-certfile too"):
+    with engine_fault("give --ssl-certfile too"):
         certificates_of(ServerConfig(ssl_keyfile=KEY))
 
 
@@ -226,7 +223,7 @@ def test_a_client_of_ours_checks_who_answers(tmp_path: Path) -> None:
                 await http_client.get(other, "/", 5.0)
 
     asyncio.run(run())
-    with pytest.raises(EngineFault, match="cannot read certificates from"):
+    with engine_fault("cannot read certificates from"):
         parse_address("https://localhost", "it", str(tmp_path / "none"))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.errors import ClientError
 from pageturner.text import tools
 from pageturner.text.answer_format import AnswerFormat, read
 from pageturner.text.argument_rules import property_types
@@ -28,6 +27,7 @@ from pageturner.text.tool_grammar import (
     with_thoughts,
     without_thoughts,
 )
+from support.refusals import client_error
 
 from .test_calls import said
 
@@ -309,9 +309,8 @@ def test_schemas_are_checked_at_the_door(parameters: Any, strict: bool, code: st
     if code is None:
         check_tools(tool_format("hermes"), asked)
         return
-    with pytest.raises(ClientError, match="tools: the parameters of 'f'") as caught:
+    with client_error("tools: the parameters of 'f'", code=code, param="tools"):
         check_tools(tool_format("hermes"), asked)
-    assert (caught.value.code, caught.value.param) == (code, "tools")
 
 
 @pytest.mark.parametrize("name", ["gemma", "pythonic"])
@@ -320,9 +319,8 @@ def test_a_schema_that_a_way_of_writing_cannot_hold_is_refused(name: str) -> Non
         {"properties": {"a b": {}}, "required": ["a b"]},
         {"properties": {"a": {"$ref": "https://elsewhere"}}},
     ):
-        with pytest.raises(ClientError) as caught:
+        with client_error(code="unsupported_schema"):
             check_tools(tool_format(name), choice("auto", tools=tool(parameters)))
-        assert caught.value.code == "unsupported_schema"
 
 
 BOUNDED: Any = json.loads(Path(__file__).with_name("bounded_parameters.json").read_bytes())
@@ -358,12 +356,11 @@ def test_bounds_are_held_in_arguments_that_are_no_json(name: str, strict: bool) 
 )
 def test_what_cannot_be_held_of_a_strict_schema_is_refused(one: Any) -> None:
     for name in ("gemma", "pythonic"):
-        with pytest.raises(ClientError) as caught:
+        with client_error(code="unsupported_schema"):
             check_tools(
                 tool_format(name),
                 choice("auto", tools=tool({"properties": {"a": one}}, strict=True)),
             )
-        assert caught.value.code == "unsupported_schema"
     check_tools(
         tool_format("gemma"), choice("auto", tools=tool({"properties": {"a": {"not": {}}}}))
     )
@@ -407,9 +404,8 @@ def test_a_schema_may_refer_to_itself() -> None:
     ],
 )
 def test_what_is_wrong_with_the_fields_is_said(fields: Any, param: str) -> None:
-    with pytest.raises(ClientError) as caught:
+    with client_error(status=400, param=param):
         tools.read(*fields)
-    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_with_the_choice_none_no_tool_is_shown() -> None:

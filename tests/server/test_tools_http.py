@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-
-from support.engines import GOLDENS
-from support.servers import serving
 
 PLACE = {
     "type": "object",
@@ -34,13 +30,6 @@ ASK = {
     "max_tokens": 160,
     "reasoning_effort": "none",  # this model would think for ever
 }
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--developer")
-    with serving(GOLDENS / "tiny_llama.gguf", *flags) as one:
-        yield one
 
 
 def whole(client: httpx.Client, **asked: Any) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pageturner.errors import EngineFault
 from pageturner.http import tracing
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.tracing import (
@@ -34,6 +33,7 @@ from pageturner.request import Timings
 from pageturner.router.forwarding import HOP
 from pageturner.server.observability.answer_spans import AnswerSpans, note_answer
 from pageturner.text.output_stream import OutputStream, StreamTimes
+from support.refusals import engine_fault
 
 from .conftest import Server
 from .test_batches import TEXT, as_file, ended, line, upload
@@ -263,25 +263,23 @@ def test_times_that_are_none_make_no_spans() -> None:
     assert not {"prefill", "decode", "stalled", "later"} & set(kept.spans)
 
 
-def test_an_account_that_comes_late_is_waited_for() -> None:
-    async def run() -> None:
-        begin = time.monotonic() - 1.0
-        late, info = answered(begin, *SPANS).streams[0].times, answered(begin)
+async def test_an_account_that_comes_late_is_waited_for() -> None:
 
-        async def settle(streams: list[OutputStream]) -> None:
-            await asyncio.sleep(0)
-            streams[0].times.timings = late.timings
+    begin = time.monotonic() - 1.0
+    late, info = answered(begin, *SPANS).streams[0].times, answered(begin)
 
-        kept = Kept(settle=settle)
-        trace = kept.traces.begin(scope())
-        assert trace is not None
-        kept.traces.end(trace, info)
-        assert not kept.spans
-        await kept.traces.close()
-        assert "prefill" in kept.spans
-        assert "chat tiny" in kept.spans
+    async def settle(streams: list[OutputStream]) -> None:
+        await asyncio.sleep(0)
+        streams[0].times.timings = late.timings
 
-    asyncio.run(run())
+    kept = Kept(settle=settle)
+    trace = kept.traces.begin(scope())
+    assert trace is not None
+    kept.traces.end(trace, info)
+    assert not kept.spans
+    await kept.traces.close()
+    assert "prefill" in kept.spans
+    assert "chat tiny" in kept.spans
 
 
 def test_a_router_hands_its_own_span_on_as_the_parent() -> None:
@@ -484,13 +482,13 @@ def test_endpoints_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         "http://[::1",
         "http://there:99999",
     ):
-        with pytest.raises(EngineFault, match="OTLP over HTTP") as raised:
+        with engine_fault("OTLP over HTTP") as raised:
             check_endpoint(wrong)
         assert "secret" not in raised.value.message
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(EngineFault) as missing:
+    with engine_fault() as missing:
         check_endpoint("http://localhost:4318")
     assert missing.value.message == MISSING
     assert 'pip install "pageturner[otel]"' in MISSING

@@ -15,6 +15,7 @@ import pytest
 
 from pageturner.server.engine_client.process import RunDelay, run_delays
 from pageturner.server.engine_client.supervisor import PATIENCE, Supervisor
+from support.refusals import refusal_of
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -90,7 +91,7 @@ def test_only_the_admin_key_opens_the_state(start: Start) -> None:
     server = start("--api-key", "client-key", "--admin-key", KEY)
     for key in ("client-key", "none"):
         refused = server.http.get("/v1/admin/state", headers={"authorization": f"Bearer {key}"})
-        assert (refused.status_code, refused.json()["error"]["reason"]) == (
+        assert refusal_of(refused) == (
             403,
             "invalid_admin_key",
         )

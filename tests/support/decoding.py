@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.recurrent import CHUNK, alloc
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
 from support.poison import poison_blocks
 
 
@@ -154,6 +157,12 @@ class Decoding:
             rows = self.last(
                 [(name, [int(t)]) for name, t in zip(prompts, tokens[-1], strict=True)]
             )
+
+
+def logits(path: Path, prompt: list[int], ops: Ops | None = None, **load: Any) -> np.ndarray:
+    """All logits of a prompt, by a model that is loaded for it; by the reference where no backend is given."""
+    ops = ops or ReferenceOps()
+    return Decoding(load_model(path, ops, **load), ops).step([("p", prompt)])[0]
 
 
 def beside(runs: Decoding, truth: dict[str, np.ndarray]) -> tuple[float, int, int]:

@@ -193,57 +193,55 @@ def client_of(models: dict[str, Any], **handles: Any) -> httpx.AsyncClient:
         ([RuntimeError("died"), RuntimeError("died")], {}, 503, False),
     ],
 )
-def test_a_load_is_at_all_replicas_or_at_none(
+async def test_a_load_is_at_all_replicas_or_at_none(
     said: list[Any],
     more: dict[str, Any],
     status: int,
     dropped: bool,
     request: pytest.FixtureRequest,
 ) -> None:
-    async def work() -> None:
-        replicas = [Played(one) for one in said]
-        handle = Handle(request.node.name, replicas)
-        async with client_of({"m": {"model": "m"}}, m=handle) as client:
-            choice_of("m").adapters = AdapterTable()
-            body = {"lora_name": "red", "lora_path": "/red", **more}
-            answer = await client.post("/v1/load_lora_adapter", json=body)
-            models = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
-        assert answer.status_code == status, answer.text
-        assert ("red" in models) == (status == 200)
-        if status == 200:
-            assert (models["red"]["parent"], models["red"]["root"]) == ("m", "/red")
-        assert [any(how == "drop" for how, _ in one.told) for one in replicas] == [dropped, dropped]
 
-    asyncio.run(work())
+    replicas = [Played(one) for one in said]
+    handle = Handle(request.node.name, replicas)
+    async with client_of({"m": {"model": "m"}}, m=handle) as client:
+        choice_of("m").adapters = AdapterTable()
+        body = {"lora_name": "red", "lora_path": "/red", **more}
+        answer = await client.post("/v1/load_lora_adapter", json=body)
+        models = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
+    assert answer.status_code == status, answer.text
+    assert ("red" in models) == (status == 200)
+    if status == 200:
+        assert (models["red"]["parent"], models["red"]["root"]) == ("m", "/red")
+    assert [any(how == "drop" for how, _ in one.told) for one in replicas] == [dropped, dropped]
 
 
-def test_an_unload_holds_where_some_did_not_know_it_and_new_replicas_do_not_bring_it_back() -> None:
-    async def work() -> None:
-        replicas = [Played(OK), Played(MISSING)]
-        models = {"um": {"model": "m", "adapters": {"red": "/red"}}, "other": {"model": "n"}}
-        handles = {"um": Handle("um", replicas), "other": Handle("other", [Played(BAD)])}
-        async with client_of(models, **handles) as client:
-            assert choice_of("um").adapters.find("red") is not None
-            answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "red"})
-            assert answer.status_code == 200
-            assert choice_of("um").adapters.find("red") is None
-            asked = await client.post("/v1/completions", json={"model": "red", "prompt": "x"})
-            assert asked.json()["error"]["reason"] == "model_not_found"
-            unsaid = await client.post(
-                "/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/n"}
-            )
-            assert (unsaid.status_code, unsaid.json()["error"]["param"]) == (400, "model")
-            broken = await client.post("/v1/load_lora_adapter", content=b"{")
-            assert broken.status_code == 400
-            taken = await client.post(
-                "/v1/load_lora_adapter",
-                json={"lora_name": "um", "lora_path": "/n", "model": "other"},
-            )
-            assert taken.json()["error"]["reason"] == "adapter_exists"
-        [(how, change)] = replicas[0].told
-        assert (how, change.path) == ("change", "")
+async def test_an_unload_holds_where_some_did_not_know_it_and_new_replicas_do_not_bring_it_back() -> (
+    None
+):
 
-    asyncio.run(work())
+    replicas = [Played(OK), Played(MISSING)]
+    models = {"um": {"model": "m", "adapters": {"red": "/red"}}, "other": {"model": "n"}}
+    handles = {"um": Handle("um", replicas), "other": Handle("other", [Played(BAD)])}
+    async with client_of(models, **handles) as client:
+        assert choice_of("um").adapters.find("red") is not None
+        answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "red"})
+        assert answer.status_code == 200
+        assert choice_of("um").adapters.find("red") is None
+        asked = await client.post("/v1/completions", json={"model": "red", "prompt": "x"})
+        assert asked.json()["error"]["reason"] == "model_not_found"
+        unsaid = await client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/n"}
+        )
+        assert (unsaid.status_code, unsaid.json()["error"]["param"]) == (400, "model")
+        broken = await client.post("/v1/load_lora_adapter", content=b"{")
+        assert broken.status_code == 400
+        taken = await client.post(
+            "/v1/load_lora_adapter",
+            json={"lora_name": "um", "lora_path": "/n", "model": "other"},
+        )
+        assert taken.json()["error"]["reason"] == "adapter_exists"
+    [(how, change)] = replicas[0].told
+    assert (how, change.path) == ("change", "")
 
 
 def replica(**adapters: Path) -> ModelReplica:
@@ -279,53 +277,50 @@ async def held(one: ModelReplica, *names: str) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_of_real_replicas(tmp_path: Path) -> None:
+async def test_adapters_of_real_replicas(tmp_path: Path) -> None:
     spec = open_model(TINY)[1]
     red, blue = (
         write_adapter(tmp_path / name, spec, ALL, seed=i, size=1.0)
         for i, name in enumerate(("red", "blue"))
     )
 
-    async def work() -> None:
-        first = replica(red=red)
-        late = replica(red=red)
-        handle = Handle("lora-tiny", [first])
-        settings = {"lora-tiny": {"model": "m", "adapters": {"red": str(red)}}}
-        try:
-            async with client_of(settings, **{"lora-tiny": handle}) as client:
-                plain, in_red = await text(client, "lora-tiny"), await text(client, "red")
-                await held(first, "red")
-                body = {"lora_name": "blue", "lora_path": str(blue)}
-                refused = await client.post("/v1/load_lora_adapter", json=body)
-                assert refused.status_code in (401, 403)
-                assert (await first.record_routing_stats())["changes"] == {}
-                loaded = await client.post("/v1/load_lora_adapter", json=body, headers=KEY)
-                assert loaded.status_code == 200, loaded.text
-                in_blue = await text(client, "blue")
-                assert len({plain, in_red, in_blue}) == 3
-                await held(first, "blue")
-                assert handle.multiplexed == ["red", "blue"]
-                # another replica comes, and the first one goes: its first request has it loaded
-                handle.replicas, handle.ids = [late], ["late"]
-                handle.choice.update(["late"])
-                answers = await asyncio.gather(
-                    *(text(client, name) for name in ("blue", "red", "blue"))
-                )
-                assert answers == [in_blue, in_red, in_blue]
-                models = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
-                assert {models[name]["parent"] for name in ("red", "blue")} == {"lora-tiny"}
-                gone = await client.post(
-                    "/v1/unload_lora_adapter", json={"lora_name": "blue"}, headers=KEY
-                )
-                assert gone.status_code == 200
-                body = {"model": "blue", "prompt": "x"}
-                assert (await client.post("/v1/completions", json=body)).status_code == 404
-                lost = handle.choice.adapters.next("lost", str(tmp_path / "nowhere"))
-                handle.choice.adapters.note(lost)
-                answer = await client.post("/v1/completions", json={"model": "lost", "prompt": "x"})
-                assert answer.status_code == 503, "another replica may have it"
-                assert answer.json()["error"]["reason"].startswith("adapter_")
-        finally:
-            await asyncio.gather(first.close(), late.close())
-
-    asyncio.run(work())
+    first = replica(red=red)
+    late = replica(red=red)
+    handle = Handle("lora-tiny", [first])
+    settings = {"lora-tiny": {"model": "m", "adapters": {"red": str(red)}}}
+    try:
+        async with client_of(settings, **{"lora-tiny": handle}) as client:
+            plain, in_red = await text(client, "lora-tiny"), await text(client, "red")
+            await held(first, "red")
+            body = {"lora_name": "blue", "lora_path": str(blue)}
+            refused = await client.post("/v1/load_lora_adapter", json=body)
+            assert refused.status_code in (401, 403)
+            assert (await first.record_routing_stats())["changes"] == {}
+            loaded = await client.post("/v1/load_lora_adapter", json=body, headers=KEY)
+            assert loaded.status_code == 200, loaded.text
+            in_blue = await text(client, "blue")
+            assert len({plain, in_red, in_blue}) == 3
+            await held(first, "blue")
+            assert handle.multiplexed == ["red", "blue"]
+            # another replica comes, and the first one goes: its first request has it loaded
+            handle.replicas, handle.ids = [late], ["late"]
+            handle.choice.update(["late"])
+            answers = await asyncio.gather(
+                *(text(client, name) for name in ("blue", "red", "blue"))
+            )
+            assert answers == [in_blue, in_red, in_blue]
+            models = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
+            assert {models[name]["parent"] for name in ("red", "blue")} == {"lora-tiny"}
+            gone = await client.post(
+                "/v1/unload_lora_adapter", json={"lora_name": "blue"}, headers=KEY
+            )
+            assert gone.status_code == 200
+            body = {"model": "blue", "prompt": "x"}
+            assert (await client.post("/v1/completions", json=body)).status_code == 404
+            lost = handle.choice.adapters.next("lost", str(tmp_path / "nowhere"))
+            handle.choice.adapters.note(lost)
+            answer = await client.post("/v1/completions", json={"model": "lost", "prompt": "x"})
+            assert answer.status_code == 503, "another replica may have it"
+            assert answer.json()["error"]["reason"].startswith("adapter_")
+    finally:
+        await asyncio.gather(first.close(), late.close())
