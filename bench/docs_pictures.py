@@ -72,9 +72,8 @@ def ask(url: str, stream: Stream, name: str = "") -> None:
         "temperature": 0,
         "stream": True,
     }
-    head = {"content-type": "application/json", "x-request-id": name or "other"}
-    address = f"{url}/v1/chat/completions"
-    request = urllib.request.Request(address, json.dumps(body).encode(), head)
+    named = {"X-Request-Id": name or "other"}
+    request = harness.request(url, "/v1/chat/completions", body, **named)
     stream.sent = time.monotonic()
     with urllib.request.urlopen(request, timeout=300) as answer:
         for line in answer:
@@ -92,8 +91,7 @@ def record(url: str) -> tuple[list[Stream], list[dict[str, Any]]]:
 
     def look() -> None:
         while not done.wait(0.03):
-            with urllib.request.urlopen(f"{url}/v1/live", timeout=30) as answer:
-                live = json.load(answer)
+            live = json.loads(harness.fetch(url, "/v1/live"))
             for one in live["requests"]:
                 if one["request"].startswith(NAME):
                     streams[int(one["request"].removeprefix(NAME))].id = one["id"]

@@ -8,6 +8,7 @@ tests/lab/test_policy_pictures.py holds them to it. Must not know how anything i
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -91,33 +92,10 @@ class Ask:
         )
 
 
+_ASKS = json.loads((Path(__file__).parent / "data" / "policy_asks.json").read_text())
 # Three at once, a fourth a little later; then a long prompt in the middle of their answers, then a few more.
-FOR_POLICIES = [
-    Ask(0.0, 30, 8),
-    Ask(0.0, 12, 30),
-    Ask(0.0, 45, 5),
-    Ask(0.2, 20, 12),
-    Ask(0.45, 220, 8),
-    Ask(0.5, 16, 20),
-    Ask(0.55, 24, 5),
-    Ask(0.9, 60, 12),
-    Ask(0.95, 12, 6),
-    Ask(1.0, 140, 10),
-    Ask(1.05, 20, 16),
-]
-FOR_ORDERS = [
-    Ask(0.00, 110, 20, 1, tenant="loud", topic=1, shared=96),
-    Ask(0.00, 40, 14, 1, tenant="loud"),
-    Ask(0.05, 120, 16, 2, tenant="loud", topic=2, shared=96),
-    Ask(0.10, 150, 24, 2, tenant="loud"),
-    Ask(0.15, 30, 5, 1, 1.1, tenant="loud"),
-    Ask(0.20, 116, 10, 2, 1.0, tenant="loud", topic=1, shared=96),
-    Ask(0.25, 60, 20, 1, tenant="loud"),
-    Ask(0.30, 24, 6, 0, 0.5, tenant="quiet"),
-    Ask(0.35, 112, 8, 1, 0.6, tenant="quiet", topic=2, shared=96),
-    Ask(0.40, 16, 4, 2, tenant="quiet"),
-    Ask(0.45, 104, 12, 0, tenant="quiet", topic=1, shared=96),
-]
+FOR_POLICIES = [Ask(**row) for row in _ASKS["policies"]]
+FOR_ORDERS = [Ask(**row) for row in _ASKS["orders"]]
 
 
 def _size(ask: Ask) -> str:

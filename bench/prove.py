@@ -50,8 +50,7 @@ LEGEND = (
 
 def standard(model: str) -> list[Target]:
     """Ours, and the peers that are installed."""
-    ours = [sys.executable, "-m", "pageturner", "serve", model, "--port", "{port}"]
-    found = [Target("ours", ours)]
+    found = [Target("ours", harness.command("serve", model, "--port", "{port}"))]
     for name in PEERS:
         if model == "smollm2" and launch.installed(name):
             command, environment, _ = launch.COMMANDS[name](0, None)

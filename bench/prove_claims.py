@@ -180,14 +180,6 @@ class Target:
             self.peer.stop()
 
 
-def completion(url: str, body: dict[str, Any]) -> urllib.request.Request:
-    """The request for a completion."""
-    content = json.dumps(body).encode()
-    return urllib.request.Request(
-        f"{url}/v1/completions", content, {"Content-Type": "application/json"}
-    )
-
-
 def ask(
     target: Target,
     prompt: str | list[int],
@@ -203,9 +195,8 @@ def ask(
         body["logprobs"] = 1
     answer = Answer(begin=time.monotonic())
     try:
-        with urllib.request.urlopen(
-            completion(target.url, body | fields), timeout=PATIENCE
-        ) as lines:
+        asked = harness.request(target.url, "/v1/completions", body | fields)
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as lines:
             for line in lines:
                 if line.startswith(b"data: [DONE]"):
                     return answer

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import harness
 
-from prove_claims import Answer, Target, Verdict, ask, completion, scored
+from prove_claims import Answer, Target, Verdict, ask, scored
 
 PROMPTS = (
     "The history of Rome begins",
@@ -68,8 +67,8 @@ class Reference:
     def _compare(self, prompt: str, answer: Answer) -> Iterator[tuple[str, float]]:
         """What each token of an answer shows."""
         body = {"prompt": prompt + answer.text, "max_tokens": 0, "echo": True, "logprobs": 1}
-        with urllib.request.urlopen(completion(self._url, body), timeout=60) as forced:
-            logprobs = json.load(forced)["choices"][0]["logprobs"]
+        forced = json.loads(harness.fetch(self._url, "/v1/completions", body))
+        logprobs = forced["choices"][0]["logprobs"]
         start = sum(offset < len(prompt) for offset in logprobs["text_offset"])
         expected = scored(logprobs)[start:]
         theirs = answer.tokens or expected

@@ -36,7 +36,6 @@ from support.hybrid_gguf import keys_of
 GEMMA = "models/gemma3-270m-q4_k_m.gguf"
 QWEN35 = "vocabs/ggml-vocab-qwen35.gguf"
 QWEN = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-LLAMA = "vocabs/ggml-vocab-llama-bpe.gguf"
 Bytes = NDArray[np.uint8]
 
 
@@ -60,20 +59,8 @@ class Shape:
     qkv_bias: bool = False
 
 
-SHAPES = {
-    "qwen2.5-1.5b": Shape(
-        "qwen2", QWEN, 28, 1536, 12, 2, 128, 8960, 151_936, 1e6, 1e-6, True, qkv_bias=True
-    ),
-    "llama-3.2-3b": Shape("llama", LLAMA, 28, 3072, 24, 8, 128, 8192, 128_256, 5e5, 1e-5, True),
-    "qwen3-4b": Shape(
-        "qwen3", QWEN, 36, 2560, 32, 8, 128, 9728, 151_936, 1e6, 1e-6, True, qk_norm=True
-    ),
-    "qwen2.5-7b": Shape(
-        "qwen2", QWEN, 28, 3584, 28, 4, 128, 18_944, 152_064, 1e6, 1e-6, False, qkv_bias=True
-    ),
-    "llama-3.1-8b": Shape("llama", LLAMA, 32, 4096, 32, 8, 128, 14_336, 128_256, 5e5, 1e-5, False),
-}
-
+_ROWS = json.loads((Path(__file__).parent / "data" / "model_shapes.json").read_text())
+SHAPES = {name: Shape(**row) for name, row in _ROWS.items()}
 
 # By their config.json: what llama.cpp calls the architecture, and whose tokenizer the file gets.
 PUBLISHED = {f"gemma4_{size}": ("gemma4", GEMMA) for size in ("e2b", "e4b", "26b", "31b")} | {

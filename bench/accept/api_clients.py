@@ -17,23 +17,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
-from harness import RESULTS, ROOT, Line, Server
+import install
+import tokenizer_folder
+from command_line import NotInstalled, ended
+from harness import RESULTS, Line, Server
 
 from pageturner.config.settings import ServerConfig
 from pageturner.formats import hub
-
-CLIENTS = ROOT / "bench" / "clients"
-sys.path.insert(0, str(CLIENTS))
-import install  # noqa: E402
-import tokenizer_folder  # noqa: E402
-from command_line import NotInstalled  # noqa: E402
 
 SMOLLM2 = "smollm2-135m-instruct-q4_1.gguf"
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
@@ -162,22 +158,11 @@ def run(command: list[str], folder: Path) -> tuple[int, str, str]:
     environment = {
         name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")
     }
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment | QUIET,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, progress = process.communicate(timeout=LONGEST)
-        return process.returncode, said, progress
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, progress = process.communicate()
-        return process.returncode, said, progress + f"\nnot ready after {LONGEST:.0f} s"
+    how = {"cwd": folder, "env": environment | QUIET, "stderr": subprocess.PIPE}
+    status, said, progress = ended(command, LONGEST, **how)
+    if status is None:
+        return -signal.SIGKILL, said, f"{progress}\nnot ready after {LONGEST:.0f} s"
+    return status, said, progress
 
 
 def line(name: str, status: int, said: str, progress: str, seconds: float) -> Line:

@@ -9,28 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent)]
-
 import harness
 import numpy as np
 from harness import ROOT, Line, NotRun
+from test_gguf_newer import CASES, converted
+
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.lab.planning.model_outline import read_outline
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
+from support.decoding import Decoding
 
 TESTS = ROOT / "tests"
-sys.path += [str(TESTS), str(TESTS / "models")]
-
-from test_gguf_newer import CASES, converted  # noqa: E402
-
-from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
-from pageturner.lab.planning.model_outline import read_outline  # noqa: E402
-from pageturner.models.decoder import Decoder  # noqa: E402
-from pageturner.models.load import load_model  # noqa: E402
-from support.decoding import Decoding  # noqa: E402
-
 NAMES = [
     "qwen2_moe",
     "seed_oss",
@@ -145,4 +139,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("bring_families", __doc__, {"families": harness.part("bring_families")}))
+    harness.alone(__file__, __doc__)

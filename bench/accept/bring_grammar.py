@@ -1,8 +1,8 @@
-"""JSON schemas and GBNF: the reported cases, two foreign suites of schemas against the grammar byte by byte, and
-foreign suites of servers against ours.
+"""JSON schemas: two foreign suites of schemas against the grammar byte by byte, and foreign suites of servers against
+ours.
 
-Sources lie outside: `PAGETURNER_CASES` (cases/), `PAGETURNER_SOURCES` (a folder with `jsts`, `jsb`, `llamacpp` and
-`vllm`). Answers are judged by the package `jsonschema`. What is absent is NOT RUN.
+Sources lie outside: `PAGETURNER_SOURCES` (a folder with `jsts`, `jsb`, `llamacpp` and `vllm`). Answers are judged by
+the package `jsonschema`. What is absent is NOT RUN.
 """
 
 from __future__ import annotations
@@ -14,44 +14,21 @@ import os
 import random
 import re
 import subprocess
-import sys
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "clients")]
+import harness
+from harness import Line, NotRun
 
-import harness  # noqa: E402
-from harness import Line, NotRun  # noqa: E402
+from pageturner.errors import ClientError
+from pageturner.text.grammar.check import byte_tokens, compiled
+from pageturner.text.structured_outputs import StructuredOutputsParams
 
-from pageturner.errors import ClientError  # noqa: E402
-from pageturner.text.grammar.check import byte_tokens, compiled  # noqa: E402
-from pageturner.text.structured_outputs import StructuredOutputsParams  # noqa: E402
-
-# the cases whose kind is schemas and grammars; the others belong to other parts
-KINDS = re.compile("pattern|bounds|propertyNames|oneOf|json_object|gbnf|hint")
-IDS = (
-    "json-object-schema-dropped",
-    "gbnf-u-escapes",
-    "date-feb-29",
-    "valid-schemas-called-invalid",
-    "oneof-message",
-    "schema-true-refused",
-)
-# what is right: the status, and what stands in the answer; else 200
-RIGHT = {
-    "date-feb-29": (400, "unsatisfiable_schema"),
-    "json-object-schema-dropped": (200, r"\"blue\""),
-    "json_object-schema": (200, "{"),
-    "gbnf-u-escapes": (200, '"A"'),
-    "gbnf-u-string": (200, "é"),
-    "resp-format-hint": (400, r"\"name\": ..., \"schema\""),
-}
 # `$id` beside `$ref` says nothing in draft 7, and counts in later ones, as which all are read
 KNOWN = ("$ref resolves to /definitions/base_foo",)
 FORMATS = ("date", "ipv4", "ipv6")  # that jsonschema judges by itself
@@ -62,41 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grammar-http", type=int, default=60, help="of these over HTTP")
 
 
-def folder(name: str, within: str) -> Path:
-    root = os.environ.get(name)
+def folder(within: str) -> Path:
+    """A folder of the sources."""
+    root = os.environ.get("PAGETURNER_SOURCES")
     if not root or not (Path(root) / within).exists():
-        raise NotRun(f"{name} names no folder with {within}")
+        raise NotRun(f"PAGETURNER_SOURCES names no folder with {within}")
     return Path(root) / within
-
-
-# -- cases -----------------------------------------------------------------------------------------
-def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
-    request = urllib.request.Request(url, json.dumps(body).encode())
-    request.add_header("content-type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def case_lines() -> Iterator[Line]:
-    cases = folder("PAGETURNER_CASES", "api.jsonl").parent
-    rows = [
-        json.loads(line)
-        for name in ("api.jsonl", "suites.jsonl")
-        for line in (cases / name).read_text().strip().split("\n")
-    ]
-    rows = [row for row in rows if row["id"] in IDS or KINDS.search(row.get("kind", ""))]
-    wrong = []
-    with harness.server("--tool-call-parser", "hermes", "--developer") as server:
-        for row in rows:
-            status, text = post(server.url + row["request"]["path"], row["request"]["body"])
-            wanted, word = RIGHT.get(row["id"], (200, ""))
-            if status != wanted or word not in text:
-                wrong.append(f"{row['id']} {status} {text[:120]}")
-    figure = f"{len(rows) - len(wrong)} of {len(rows)} {'; '.join(wrong)}"
-    yield Line("cases of schemas and grammars have the right answer", figure, not wrong)
 
 
 # -- what is held of a schema ----------------------------------------------------------------------
@@ -170,37 +118,54 @@ def is_valid(text: str, schema: Any) -> bool:
         return "resolv" in str(type(error)).lower() or "Unresolvable" in str(error)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What becomes of the schemas of a suite, and of the instances of those that are held."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    found: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, where: str, schema: Any, tests: list[dict[str, Any]]) -> str:
+        """Count one schema and its instances. The grammar of a held one, else ""."""
+        kind, why, grammar = verdict(schema)
+        self.kinds[kind] += 1
+        if kind != "held":
+            self.reasons[f"{kind}: {kind_of(why)}"] += 1
+            return ""
+        for test in tests:
+            said, taken = (
+                str(test.get("description")),
+                takes(grammar, written(test["data"], schema)),
+            )
+            judged = "valid" if test["valid"] else "invalid"
+            self.found[f"{judged} {'taken' if taken else 'not taken'}"] += 1
+            if taken and not test["valid"] and not said.startswith(KNOWN):
+                self.wrong.append(f"{where}: {said[:60]}")
+        return grammar
+
+    def line(self, what: str) -> Line:
+        figure = f"{dict(self.kinds)}; {dict(self.found)}; {dict(self.reasons.most_common(12))}"
+        return Line(what, figure, None)
+
+
 def suite_lines() -> Iterator[Line]:
-    root = folder("PAGETURNER_SOURCES", "jsts/tests")
-    kinds, reasons, found = Counter[str](), Counter[str](), Counter[str]()
-    wrong = list[str]()
+    root, tally = folder("jsts/tests"), Tally()
     files = [*(root / "draft2020-12").glob("*.json"), *(root / "draft7").glob("*.json")]
     for path in sorted(files):
         for group in json.loads(path.read_text()):
-            name, why, grammar = verdict(group["schema"])
-            kinds[name] += 1
-            if name == "refused":
-                reasons[kind_of(why)] += 1
-            for test in group["tests"] if name == "held" else ():
-                taken = takes(grammar, written(test["data"], group["schema"]))
-                found[
-                    f"{'valid' if test['valid'] else 'invalid'} {'' if taken else 'not '}taken"
-                ] += 1
-                if taken and not test["valid"] and not test["description"].startswith(KNOWN):
-                    wrong.append(f"{path.parent.name}/{path.name}: {test['description']}")
-    figure = (
-        f"schemas {dict(kinds)}; instances of held ones {dict(found)}; refused: {dict(reasons)}"
-    )
-    yield Line("JSON-Schema-Test-Suite, drafts 7 and 2020-12", figure, None)
+            tally.add(f"{path.parent.name}/{path.name}", group["schema"], group["tests"])
+    yield tally.line("JSON-Schema-Test-Suite, drafts 7 and 2020-12")
     what = (
         f"instances that a held schema calls invalid, and a grammar takes: 0 ({len(KNOWN)} known)"
     )
-    yield Line(what, f"{len(wrong)} {wrong[:6]}", not wrong)
+    yield Line(what, f"{len(tally.wrong)} {tally.wrong[:6]}", not tally.wrong)
 
 
 def sampled(count: int) -> list[tuple[str, Any]]:
     """So many files of JSONSchemaBench, the same ones each time."""
-    root = folder("PAGETURNER_SOURCES", "jsb")
+    root = folder("jsb")
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True).stdout
@@ -212,30 +177,17 @@ def sampled(count: int) -> list[tuple[str, Any]]:
 
 
 def bench_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
-    kinds, reasons, found = Counter[str](), Counter[str](), Counter[str]()
-    wrong = list[str]()
-    finished, dice, judge = 0, random.Random(2), importlib.util.find_spec("jsonschema")
+    tally, dice, finished = Tally(), random.Random(2), 0
+    judge = importlib.util.find_spec("jsonschema")
     for name, file in files:
-        schema = file["schema"]
-        kind, why, grammar = verdict(schema)
-        kinds[kind] += 1
-        if kind != "held":
-            reasons[f"{kind}: {kind_of(why)}"] += 1
-            continue
-        for test in file.get("tests", ()):
-            taken = takes(grammar, written(test["data"], schema))
-            found[f"{'valid' if test['valid'] else 'invalid'} {'' if taken else 'not '}taken"] += 1
-            if taken and not test["valid"]:
-                wrong.append(f"{name}: {str(test.get('description'))[:60]}")
-        if judge and (text := answer(grammar, dice)) is not None:
+        grammar = tally.add(name, file["schema"], file.get("tests", []))
+        text = answer(grammar, dice) if judge and grammar else None
+        if text is not None:
             finished += 1
-            wrong += [] if is_valid(text, schema) else [f"{name}: {text[:80]}"]
-    most = dict(reasons.most_common(12))
-    yield Line(
-        f"JSONSchemaBench, {len(files)} files", f"{dict(kinds)}; {dict(found)}; {most}", None
-    )
+            tally.wrong += [] if is_valid(text, file["schema"]) else [f"{name}: {text[:80]}"]
+    yield tally.line(f"JSONSchemaBench, {len(files)} files")
     what = "invalid instances that a grammar takes, and invalid answers of random logits: 0"
-    yield Line(what, f"{len(wrong)} of {finished} answers {wrong[:6]}", not wrong)
+    yield Line(what, f"{len(tally.wrong)} of {finished} answers {tally.wrong[:6]}", not tally.wrong)
 
 
 def http_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
@@ -251,10 +203,12 @@ def http_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
             "max_tokens": 200,
             "seed": number,
         }
-        status, text = post(server.url + "/v1/chat/completions", body)
-        if status != 200:
-            return "refused" if status == 400 else f"status {status}", name
-        choice = json.loads(text)["choices"][0]
+        try:
+            choice = json.loads(harness.fetch(server.url, "/v1/chat/completions", body))["choices"][
+                0
+            ]
+        except urllib.error.HTTPError as error:
+            return "refused" if error.code == 400 else f"status {error.code}", name
         if choice["finish_reason"] != "stop":
             return "cut", name
         if verdict(file["schema"])[0] != "held":
@@ -275,7 +229,7 @@ def server_suite_lines() -> Iterator[Line]:
     import foreign_suites
 
     for suite, place in foreign_suites.FOLDERS.items():
-        sources = folder("PAGETURNER_SOURCES", place).parents[len(Path(place).parts) - 1]
+        sources = folder(place).parents[len(Path(place).parts) - 1]
         found = foreign_suites.run(suite, sources)
         reasons = "; ".join(f"{why} {len(tests)}" for why, tests in found["reasons"].items())
         failed = " | ".join(one[:90] for one in found["failed"])
@@ -283,20 +237,19 @@ def server_suite_lines() -> Iterator[Line]:
         yield Line(f"tests of {suite} against our server", figure, None)
 
 
+def of_bench(options: argparse.Namespace) -> Iterator[Line]:
+    files = sampled(options.grammar_schemas)
+    yield from bench_lines(files)
+    yield from harness.safely(
+        "schemas over HTTP", lambda: http_lines(files[: options.grammar_http])
+    )
+
+
 def lines(options: argparse.Namespace) -> Iterator[Line]:
-    yield from harness.safely("cases of schemas and grammars", case_lines)
     yield from harness.safely("JSON-Schema-Test-Suite", suite_lines)
-    files = list[tuple[str, Any]]()
-    try:
-        files += sampled(options.grammar_schemas)
-    except NotRun as reason:
-        yield Line("JSONSchemaBench", str(reason), None, run=False)
-    if files:
-        yield from harness.safely("JSONSchemaBench", lambda: bench_lines(files))
-        some = files[: options.grammar_http]
-        yield from harness.safely("schemas over HTTP", lambda: http_lines(some))
+    yield from harness.safely("JSONSchemaBench", lambda: of_bench(options))
     yield from harness.safely("foreign suites of servers", server_suite_lines)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("bring_grammar", __doc__, {"grammar": harness.part("bring_grammar")}))
+    harness.alone(__file__, __doc__)

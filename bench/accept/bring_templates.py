@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import re
@@ -24,18 +25,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE)]
+import harness
+from harness import ROOT, Line, NotRun
 
-import harness  # noqa: E402
-from harness import Line, NotRun  # noqa: E402
-
-from pageturner.errors import ClientError  # noqa: E402
-from pageturner.text import chat_template, tools  # noqa: E402
-from pageturner.text.chat_template import ChatTemplate  # noqa: E402
-from pageturner.text.conversation import prompt_text, variables  # noqa: E402
+from pageturner.errors import ClientError
+from pageturner.text import chat_template, tools
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.conversation import prompt_text, variables
 
 Messages = list[dict[str, Any]]
+DATA = json.loads((ROOT / "bench" / "data" / "template_talks.json").read_text())
+TOOLS: dict[str, Any] = DATA["tools"]
+TALKS: dict[str, Any] = DATA["talks"]  # name -> messages, names of tools
 LARGEST_TRIALS = 0.3  # seconds of this process, once for a template
 # reads the sources and the conversations, writes the renderings of each with arguments as objects and as texts
 REFERENCE = """
@@ -56,89 +57,6 @@ for source in given["sources"]:
 json.dump(made, sys.stdout)
 """
 
-
-def says(role: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-def parts(*texts: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text} for text in texts]
-
-
-def tool(name: str, **fields: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": fields}
-    function = {"name": name, "description": f"Tells the {name}.", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def call(name: str, id: str, **arguments: Any) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result(content: Any, id: str = "call00001", **more: Any) -> dict[str, Any]:
-    return says("tool", content, tool_call_id=id, **more)
-
-
-CITY = {"type": "string", "description": "A city."}
-DAYS = {"type": "integer", "description": "How many."}
-WEATHER = tool("weather", city=CITY, days=DAYS)
-CLOCK = tool("time")
-LIMA = call("weather", "call00001", city="Lima", days=3)
-OSLO = call("weather", "call00002", city="Oslo")
-NOW = call("time", "call00003")
-SYSTEM = says("system", "Be kind to Zoe.")
-ASKED = says("user", "Hello Ann?")
-TOLD = says("assistant", "Hi there Bob.")
-AGAIN = says("user", "And Rome?")
-SUNNY = result("sunny 31C")
-GREY = result('{"sky": "grey"}', "call00002")
-THOUGHTS = {"reasoning_content": "I greet Carl."}
-DOCUMENT = {"title": "Quito", "text": "Quito is old."}
-
-
-def calling(content: Any, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return says("assistant", content, tool_calls=list(calls), **more)
-
-
-ABSENT = {"role": "assistant", "tool_calls": [LIMA]}
-# name -> messages, tools
-TALKS: dict[str, tuple[Messages, list[Any]]] = {
-    "user": ([ASKED], []),
-    "system": ([SYSTEM, ASKED], []),
-    "turns": ([ASKED, TOLD, AGAIN], []),
-    "system and turns": ([SYSTEM, ASKED, TOLD, AGAIN], []),
-    "parts": ([says("user", parts("Hello ", "Ann?"))], []),
-    "parts of all": (
-        [
-            says("system", parts("Be kind", " to Zoe.")),
-            says("user", parts("Hello", "Ann?")),
-            says("assistant", parts("Hi ", "Bob.")),
-            AGAIN,
-        ],
-        [],
-    ),
-    "tools": ([SYSTEM, ASKED], [WEATHER, CLOCK]),
-    "tools, no system": ([ASKED], [WEATHER]),
-    "call": ([ASKED, calling("", LIMA), SUNNY], [WEATHER]),
-    "call, null": ([ASKED, calling(None, LIMA), SUNNY], [WEATHER]),
-    "call, no content": ([ASKED, ABSENT, SUNNY], [WEATHER]),
-    "call, words": ([ASKED, calling("Let me look.", LIMA), SUNNY, TOLD, AGAIN], [WEATHER]),
-    "parallel": ([SYSTEM, ASKED, calling(None, LIMA, OSLO), SUNNY, GREY], [WEATHER, CLOCK]),
-    "chain": (
-        [ASKED, calling(None, LIMA), SUNNY, calling(None, OSLO), GREY, TOLD, AGAIN],
-        [WEATHER],
-    ),
-    "no arguments": ([ASKED, calling(None, NOW), result("12:30", "call00003")], [CLOCK]),
-    "history without tools": ([ASKED, calling(None, LIMA), SUNNY, TOLD], []),
-    "result in parts": ([ASKED, calling(None, LIMA), result(parts("sunny ", "31C"))], [WEATHER]),
-    "empty": ([says("system", ""), says("user", ""), says("assistant", ""), AGAIN], []),
-    "null": ([ASKED, says("assistant", None), AGAIN], []),
-    "thoughts": ([ASKED, {**TOLD, **THOUGHTS}, AGAIN], []),
-    "thoughts and call": ([ASKED, calling(None, LIMA, **THOUGHTS), SUNNY], [WEATHER]),
-    "users": ([ASKED, AGAIN], []),
-    "names": ([{**ASKED, "name": "ann"}, TOLD, {**AGAIN, "name": "eve"}], []),
-    "documents": ([ASKED], []),
-}
 # each stands in what a client has said, and in nothing else
 WORDS = re.findall(
     r"\S+", "Zoe Ann Bob Rome Lima Oslo Carl Quito 31C grey 12:30 look weather time Tells days"
@@ -157,35 +75,44 @@ class Job:
     thinking: bool | None
 
     @property
+    def messages(self) -> Messages:
+        return list(TALKS[self.talk]["messages"])
+
+    @property
+    def shown(self) -> list[Any]:
+        return [TOOLS[name] for name in TALKS[self.talk]["tools"]]
+
+    @property
     def given(self) -> dict[str, Any]:
-        given: dict[str, Any] = {}
+        """The variables of this conversation."""
+        given = {name: one for name, one in TALKS[self.talk].items() if name == "documents"}
         if self.thinking is not None:
-            given = {"enable_thinking": self.thinking, "thinking": self.thinking}
-        if self.talk == "documents":
-            given["documents"] = [DOCUMENT]
+            given |= {"enable_thinking": self.thinking, "thinking": self.thinking}
         return given
 
     def reference(self) -> dict[str, Any]:
-        messages, shown = TALKS[self.talk]
-        given = {**self.given, "tools": shown or None, "add_generation_prompt": self.generate}
-        none = [{**one, "content": one.get("content") or None} for one in messages]
-        forms = [messages, with_texts(messages)]
+        given = {**self.given, "tools": self.shown or None, "add_generation_prompt": self.generate}
+        none = [{**one, "content": one.get("content") or None} for one in self.messages]
+        forms = [self.messages, with_texts(self.messages)]
         if self.talk == "call":  # whose empty content may be none
             forms += [none, with_texts(none)]
         return {"forms": forms, "with": given}
 
     def ours(self, template: ChatTemplate) -> str:
         """The prompt of a client that sends this, arguments as texts."""
-        messages, shown = TALKS[self.talk]
-        known = variables(tools.read(shown, None, None).shown, None, self.given)
-        return prompt_text(template, with_texts(messages), known, generate=self.generate)
+        known = variables(tools.read(self.shown, None, None).shown, None, self.given)
+        return prompt_text(template, with_texts(self.messages), known, generate=self.generate)
 
 
-JOBS = [
-    Job(talk, *of)
-    for talk in TALKS
-    for of in ((a, b) for a in (True, False) for b in (None, True, False))
-]
+JOBS = [Job(*of) for of in itertools.product(TALKS, (True, False), (None, True, False))]
+
+
+def template_paths(folder: str) -> list[Path]:
+    """The templates below a folder. NotRun where there are none."""
+    paths = sorted(Path(folder or os.devnull).rglob("*.jinja*"))
+    if not paths:
+        raise NotRun("no templates: PAGETURNER_TEMPLATES, or an option, names their folder")
+    return paths
 
 
 def with_texts(messages: Messages) -> Messages:
@@ -248,7 +175,7 @@ class Found:
         self.reasons[why] += 1
         if not why:
             self.differ.append(where)
-        said = json.dumps(TALKS[job.talk][0])
+        said = json.dumps(job.messages)
         lost = any(word in said and word not in ours for word in HISTORY)
         if lost and "Ann" in ours:  # else it is no template for chats: users are not written either
             self.lost.append(where)
@@ -287,7 +214,8 @@ def rendered(sources: dict[str, str], theirs: list[list[str | None]]) -> Found:
 
 def images_refused(sources: dict[str, str]) -> int:
     """How many templates refuse a picture with a message that says so."""
-    picture = says("user", [{"type": "image_url", "image_url": {"url": "data:,"}}])
+    content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    picture = {"role": "user", "content": content}
     count = 0
     for source in sources.values():
         try:
@@ -305,12 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(options: argparse.Namespace) -> Iterator[Line]:
-    yield harness.pytest_line(
-        "each kind, templates of our own", "tests/server/test_template_trials.py"
-    )
-    paths = sorted(Path(options.templates_folder or os.devnull).rglob("*.jinja*"))
-    if not paths:
-        raise NotRun("no templates: --templates-folder or PAGETURNER_TEMPLATES")
+    paths = template_paths(options.templates_folder)
     sources = {f"{path.parent.name}/{path.stem}": path.read_text() for path in paths}
     theirs = references(options.templates_python, list(sources.values()))
     found = rendered(sources, theirs)
@@ -337,6 +260,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        harness.main("bring_templates", __doc__, {"templates": harness.part("bring_templates")})
-    )
+    harness.alone(__file__, __doc__)

@@ -10,61 +10,22 @@ import json
 import time
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import dialect_jobs
 from dialect_jobs import FORM, PLACES, Ask
 
 PINNED = "A story about"  # the beginning of every completion, kept in memory by a prefix
 TOKENS = 40
-LARK = 'start: "The " ("cat" | "dog") " is " ("big" | "small" | "old") ("." | " and red.")'
-GBNF = 'root ::= "yes" | "no" (" and " [a-z]+)?'
-# what an answer may be asked for, beside its prompt
-METHODS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "top_k": {"temperature": 0.8, "top_k": 20, "min_p": 0.02},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    "frequency": {"temperature": 0.7, "frequency_penalty": 0.4, "ignore_eos": True},
-    "several": {"temperature": 0.8, "n": 3},
-    "logprobs": {"temperature": 0.5, "logprobs": 3},
-    "bias": {"temperature": 0.6, "logit_bias": {"100": -50, "200": 5}},
+DATA = json.loads(Path(__file__).with_name("chaos_methods.json").read_text())
+# What an answer may be asked for, beside its prompt; and what in completions only.
+METHODS: dict[str, dict[str, Any]] = DATA["methods"] | {
     "long bias": {"temperature": 0.6, "logit_bias": {str(i): -1 - i % 3 for i in range(300, 900)}},
     "allowed": {"temperature": 0.8, "allowed_token_ids": list(range(300, 1500))},
-    "bad words": {"temperature": 0.7, "bad_words": ["the", "a", "and"]},
-    "min_tokens": {"temperature": 0.7, "min_tokens": 20},
-    "stop": {"temperature": 0.7, "stop": [" the", "\n\n"]},
-    "stop, shown": {"temperature": 0.7, "stop": [" and", "."], "include_stop_str_in_output": True},
-    "stop ids": {"temperature": 0.8, "stop_token_ids": [28, 30, 198]},
-    "beams": {"use_beam_search": True, "n": 3},
-    "more beams": {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.7},
     "schema": {"temperature": 0.7, "response_format": FORM},
-    "json object": {"temperature": 0.7, "response_format": {"type": "json_object"}},
-    "choice": {"temperature": 0.7, "structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
-    "regex": {
-        "temperature": 0.7,
-        "structured_outputs": {"regex": "[A-Z][a-z]{2,9}( [a-z]{1,8}){3,6}\\."},
-    },
-    "lark": {"temperature": 0.7, "structured_outputs": {"grammar": LARK}},
-    "gbnf": {"temperature": 0.7, "structured_outputs": {"grammar": GBNF}},
-    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
-    "no drafts": {"temperature": 0, "speculation": False},
-    "deadline": {"temperature": 0.7, "deadline_ms": 600_000, "priority": -1},
-    "receipt": {"temperature": 0.7, "receipt": True},
-    "timings": {"temperature": 0.7, "timings": True, "return_token_ids": True},
-    "salted": {"temperature": 0.7, "cache_salt": "one", "user": "somebody"},
-    "usage": {"temperature": 0.7, "stream_options": {"include_usage": True}},
 }
-# in completions only
-PROMPTS: dict[str, dict[str, Any]] = {
-    "echo": {"temperature": 0.5, "echo": True, "logprobs": 1},
-    "only echo": {"echo": True, "logprobs": 2, "max_tokens": 0},
-    "prompts": {"temperature": 0.7, "prompt": ["One", "Two and", "Three is a"], "n": 2},
-    "best_of": {"temperature": 0.9, "n": 1, "best_of": 3},
-    "ids": {"temperature": 0.7, "prompt": [1, 504, 905, 310]},
-    "truncated": {"temperature": 0.7, "truncate_prompt_tokens": 3},
-}
+PROMPTS: dict[str, dict[str, Any]] = DATA["prompts"]
 NOT_STREAMED = ("beams", "more beams", "best_of")
 RETRYABLE = (429, 502, 503)  # as clients do; 502: two replicas in a row were lost
 ENDS = ("completed", "failed", "expired", "cancelled")
@@ -259,15 +220,7 @@ def _batch(url: str, lines: list[dict[str, Any]]) -> bytes:
 
 
 def post(url: str, job: Job) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=dialect_jobs.PATIENCE)
-    try:
-        connection.request(
-            "POST", job.path, json.dumps(job.body), {"Content-Type": "application/json"}
-        )
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
+    return dialect_jobs.send(url, Ask(job.name, job.path, job.body))
 
 
 def _in_one_piece(data: bytes) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 
 import harness
 from drafts import pair
-from harness import DATA, ROOT, Line, NotRun
+from harness import DATA, Line, NotRun
 
-sys.path.insert(0, str(ROOT / "bench"))
 from pageturner import LLM
 from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.params import SamplingParams

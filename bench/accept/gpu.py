@@ -21,17 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import run_judge
 from harness import ROOT, Line, NotRun
 
+from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of
+from pageturner.kernels.gpu.manifest import COMPILED, Manifest
+
 GPU = ROOT / "bench" / "gpu"
-sys.path.insert(0, str(GPU))
-
-import run_judge  # noqa: E402
-
-from pageturner.errors import EngineFault  # noqa: E402
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of  # noqa: E402
-from pageturner.kernels.gpu.manifest import COMPILED, Manifest  # noqa: E402
-
 MAX_INSTALLED = 60e6  # bytes of the extra and the kernels together
 MAX_SECONDS = 0.1
 CALLS = (
@@ -112,12 +109,8 @@ def install() -> Iterator[Line]:
         pip = [str(Path(scratch) / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
         site = next((Path(scratch) / "lib").glob("python*/site-packages"))
         before = _size(site)
-        done = subprocess.run(
-            [*pip, "install", "--quiet", "--no-compile", *requirements],
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        words = (*pip, "install", "--quiet", "--no-compile", *requirements)
+        done = harness.ran(*words, timeout=600)
         if done.returncode:
             raise NotRun(f"pip cannot fetch {', '.join(requirements)}: {done.stderr[-300:]}")
         extra = _size(site) - before

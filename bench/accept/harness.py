@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -24,11 +25,16 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("bench", "bench/clients", "bench/gpu", "tests", "tests/models", "tests/e2e")
+sys.path += [str(ROOT / folder) for folder in FOLDERS]  # of whatever imports this module first
 DATA = Path(os.environ.get("PAGETURNER_DATA") or ROOT.parent / "shared" / "data")
 RESULTS = ROOT / "bench" / "results"
 PATIENT = 600.0  # seconds for what must be answered, on a machine that others use, too
@@ -93,6 +99,12 @@ def main_of_parts(script: str, about: str | None, names: Sequence[str]) -> int:
     return main(script, about, {name: part(f"{script}_{name}") for name in names})
 
 
+def alone(file: str, about: str | None) -> NoReturn:
+    """Run SCRIPT_PART.py by itself, as the part of a script that it is."""
+    name = Path(file).stem
+    sys.exit(main(name, about, {name.partition("_")[2]: part(name)}))
+
+
 def main(name: str, about: str | None, parts: Mapping[str, Part]) -> int:
     """Run the parts that the command line asks for (all, or those after --only) and print every line as it is
     known. An option goes to every part that knows it. Returns the exit status: 1 when a line failed."""
@@ -149,30 +161,21 @@ def safely(check: str, lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
         yield Line(check, f"{type(error).__name__}: {error}", False)
 
 
+def ran(*words: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """A program that has ended, and what it said. how: as `subprocess.run` takes it."""
+    return subprocess.run(words, capture_output=True, text=True, **{"cwd": ROOT, **how})
+
+
 def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:
     """A line that a set of tests proves; the figure is pytest's own closing line, and what failed. Why it
     failed is printed to stderr."""
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "2",
+        *["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"],
         *arguments,
     ]
     environment = {**os.environ, **(environment or {})}
-    done = subprocess.run(
-        command,
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        env=environment,
-    )
+    done = ran(*command, timeout=3600, env=environment)
     closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
     skipped = re.search(r"\b\d+ skipped", closing)
     failed = re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", done.stdout, re.M)
@@ -180,6 +183,36 @@ def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None =
     if done.returncode:
         print(done.stdout[-20_000:], file=sys.stderr)
     return Line(what, figure, done.returncode == 0 and skipped is None)
+
+
+def proved(part: str, *always: str, environment: dict[str, str] | None = None) -> Iterator[Line]:
+    """The lines of a part that tests prove: proofs.json has the arguments of each. always: others for all."""
+    proofs = json.loads(Path(__file__).with_name("proofs.json").read_text())
+    for what, arguments in proofs[part].items():
+        yield pytest_line(what, *always, *arguments, environment=environment)
+
+
+def request(url: str, path: str, body: Any = None, **headers: str) -> urllib.request.Request:
+    """A request for a page, or with a body that becomes JSON."""
+    content = None if body is None else json.dumps(body).encode()
+    return urllib.request.Request(
+        url + path, content, {"Content-Type": "application/json", **headers}
+    )
+
+
+def fetch(url: str, path: str, body: Any = None, **headers: str) -> bytes:
+    """The body of the answer to such a request. HTTPError where its status is no success."""
+    with urllib.request.urlopen(request(url, path, body, **headers), timeout=PATIENT) as answer:
+        return bytes(answer.read())
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    lines = fetch(url, "/metrics").decode().splitlines()
+    samples = [line for line in lines if re.match(rf"{re.escape(name)}[ {{]", line)]
+    if not samples:
+        raise KeyError(f"/metrics has no {name}")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
 
 def free_port() -> int:
@@ -208,16 +241,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENT) as answer:
-            lines = answer.read().decode().splitlines()
-        values = [
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if re.match(rf"{re.escape(name)}[ {{]", line)
-        ]
-        if not values:
-            raise KeyError(f"/metrics has no {name}")
-        return sum(values)
+        return metric(self.url, name)
 
 
 def rss_mb(pid: int, which: str = "VmRSS") -> float:
@@ -251,6 +275,11 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def command(*words: str) -> list[str]:
+    """`pageturner WORDS`."""
+    return [sys.executable, "-m", "pageturner", *words]
+
+
 @contextmanager
 def running(
     command: list[str], port: int, wait: float = 60.0, log: Path = Path(os.devnull)
@@ -272,9 +301,24 @@ def server(
 ) -> Iterator[Server]:
     """`pageturner serve` on a free loopback port."""
     port = free_port()
-    command = [sys.executable, "-m", "pageturner", "serve", model, "--port", str(port), *flags]
-    with running(command, port, wait, log) as one:
+    words = command("serve", model, "--port", str(port), *flags)
+    with running(words, port, wait, log) as one:
         yield one
+
+
+def router(*urls: str, flags: Sequence[str] = ()) -> AbstractContextManager[Server]:
+    """`pageturner route` in front of these servers, on a free loopback port."""
+    port = free_port()
+    return running(command("route", *urls, "--port", str(port), *flags), port)
+
+
+def spawn(work: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """A process of its own that runs work(*arguments, pipe), and the other end of the pipe."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(*arguments, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 @contextmanager

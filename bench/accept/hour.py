@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path += [str(Path(__file__).parent)]
 
 import harness
 

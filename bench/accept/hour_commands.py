@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent)]
+import harness
+from harness import ROOT, Line, command
+from hour_start import SILENT_S, watched
 
-import harness  # noqa: E402
-from harness import ROOT, Line  # noqa: E402
-from hour_start import SILENT_S, watched  # noqa: E402
-
-PAGETURNER = [sys.executable, "-m", "pageturner"]
 QUESTION = "What does HTTP stand for?"
 SCREEN, SCREENS = (1280, 900), 3
 SIMULATION = "--model examples/llama-3.1-8b.json --gpu H100 --rate 40 --num-prompts 30000"
@@ -57,13 +51,8 @@ def plan_lines() -> Iterator[Line]:
     asked: list[str] = []
     with hub(asked) as url, tempfile.TemporaryDirectory() as folder:
         own = {"HF_ENDPOINT": url, "HF_HOME": folder, "PAGETURNER_CACHE": folder}
-        done = subprocess.run(
-            [*PAGETURNER, "plan", "some-org/some-8b", "--gpu", "H100"],
-            env={**os.environ, **own},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = command("plan", "some-org/some-8b", "--gpu", "H100")
+        done = harness.ran(*words, env={**os.environ, **own}, timeout=300)
     files = {path.partition("/resolve/main/")[2] for path in asked if "/resolve/" in path}
     figure = f"asked for {', '.join(sorted(files))}; status {done.returncode} {done.stderr[-100:]}"
     yield Line("plan ORG/NAME fetches config.json alone", figure, files == {"config.json"})
@@ -77,9 +66,7 @@ def generate_lines() -> Iterator[Line]:
     said = {}
     for flag in ("", "--chat", "--no-chat"):
         words = ["generate", "--temperature", "0", "-n", "30", *flag.split(), QUESTION]
-        said[flag] = subprocess.run(
-            [*PAGETURNER, *words], capture_output=True, text=True
-        ).stdout.strip()
+        said[flag] = harness.ran(*command(*words)).stdout.strip()
     good = said[""] == said["--chat"] != said["--no-chat"]
     yield Line("generate chats by default", said[""][:120], good)
 
@@ -88,7 +75,7 @@ def compare_lines(folder: Path) -> Iterator[Line]:
     """On a machine with sixteen busy loops."""
     page = folder / "compare.html"
     words = ["compare", "--policies", "static,chunked", "--num-prompts", "8", "--output", str(page)]
-    with harness.busy(16), watched([*PAGETURNER, *words], ROOT, cache()) as (said, process):
+    with harness.busy(16), watched(command(*words), ROOT, cache()) as (said, process):
         process.wait(900)
     silent, before = said.silence(said.lines[-1][0])
     yield Line(
@@ -129,7 +116,7 @@ def silence_lines() -> Iterator[Line]:
     with harness.server("--max-num-seqs", "4") as one:
         load = f"bench serve --base-url {one.url} --num-prompts 60 --input-len 100 --output-len 100"
         for what, words in (("bench serve", load), ("simulate", f"simulate {SIMULATION}")):
-            with watched([*PAGETURNER, *words.split()], ROOT, cache()) as (said, process):
+            with watched(command(*words.split()), ROOT, cache()) as (said, process):
                 process.wait(900)
             silent, before = said.silence(said.lines[-1][0])
             figure = f"{silent:.1f} s of {said.lines[-1][0]:.0f} s, behind: {before[:60]}"
@@ -146,4 +133,4 @@ def lines(options: object) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("hour_commands", __doc__, {"commands": harness.part("hour_commands")}))
+    harness.alone(__file__, __doc__)

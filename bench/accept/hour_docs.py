@@ -11,14 +11,12 @@ import contextlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
 import harness
 from harness import ROOT, Line
 
@@ -120,16 +118,8 @@ def commands_of(block: str) -> list[str]:
 def run(command: str, folder: Path, given: str = "") -> Line:
     """A command as it stands, whose exit status tells."""
     shown = command.replace(PROGRAM, "pageturner").split("\n")[0][:90]
-    done = subprocess.run(
-        ["bash", "-ec", command],
-        cwd=folder,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
+    own = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = harness.ran("bash", "-ec", command, cwd=folder, input=given, timeout=600, env=own)
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
     said = f"status {done.returncode}; {' '.join(last)[:100]}"
     return Line(shown, said, done.returncode == 0 and bool(last))
@@ -192,5 +182,4 @@ def served(command: str, folder: Path) -> Line:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    sys.exit(harness.report("hour_docs", {"docs": lambda: lines(argparse.Namespace())}))
+    harness.alone(__file__, __doc__)

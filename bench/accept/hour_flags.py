@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent)]
-
 import harness
-from harness import ROOT, Line, NotRun
+from harness import Line, NotRun
 
 WHERE = {
     "vllm": ("vllm", "vllm/engine/arg_utils.py"),
@@ -41,8 +38,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         if not (source / inside).exists():
             yield Line(what, f"{source} is not there", None, run=False)
             continue
-        command = [sys.executable, "bench/peers/flags.py", f"--{name}", str(source)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = harness.ran(sys.executable, "bench/peers/flags.py", f"--{name}", source)
         figure = next(
             (one for one in done.stdout.splitlines() if one.startswith(name)), done.stderr[-200:]
         )
@@ -50,4 +46,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("hour_flags", __doc__, {"flags": harness.part("hour_flags")}))
+    harness.alone(__file__, __doc__)

@@ -22,12 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE)]
-
-import harness  # noqa: E402
-import page_install  # noqa: E402
-from harness import ROOT, Line  # noqa: E402
+import harness
+import page_install
+from harness import ROOT, Line
 
 LOOPS, SILENT_S, QUIET_S, BUSY_S = 16, 5.0, 40.0, 240.0
 QUIET_LOAD = 0.7  # of the last minute: above it the machine is not quiet
@@ -148,9 +145,7 @@ def ready_lines(lines: list[str]) -> Iterator[Line]:
 def sdist_lines(folder: Path) -> Iterator[Line]:
     """`pip install` of the sdist, with an isolated build as pip makes it."""
     clone = folder / "clone"
-    done = subprocess.run(
-        [sys.executable, "-c", SDIST, str(folder)], cwd=clone, capture_output=True, text=True
-    )
+    done = harness.ran(sys.executable, "-c", SDIST, folder, cwd=clone)
     made = folder / done.stdout.strip().splitlines()[-1]
     command = [clone / ".venv/bin/python", "-m", "pip", "install", "--no-deps", "--target"]
     words = [*map(str, command), str(folder / "installed"), str(made)]
@@ -185,4 +180,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("hour_start", __doc__, {"start": harness.part("hour_start")}))
+    harness.alone(__file__, __doc__)

@@ -8,32 +8,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent)]
-
 import harness
 import hybrid_state
 import numpy as np
-from harness import ROOT, Line
+import test_hybrid as crowds
+import test_recurrent_configs as published
+from harness import Line
+from test_gguf_mamba import ARCHES, FAMILIES, written
 
-TESTS = ROOT / "tests"
-sys.path += [str(TESTS), str(TESTS / "models"), str(TESTS / "e2e")]
-
-import test_hybrid as crowds  # noqa: E402
-import test_recurrent_configs as published  # noqa: E402
-from test_gguf_mamba import ARCHES, FAMILIES, written  # noqa: E402
-
-from pageturner.errors import EngineFault  # noqa: E402
-from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
-from pageturner.kernels.reference import ReferenceOps  # noqa: E402
-from pageturner.models.load import load_model  # noqa: E402
-from support.decoding import Decoding, beside  # noqa: E402
-from support.engines import Setup, answers  # noqa: E402
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.models.load import load_model
+from support.decoding import Decoding, beside
+from support.engines import Setup, answers
 
 BLOCKS = (1, 16, 32, 48, 256)
 SHAPE = published.LFM2 | {
@@ -51,7 +42,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
             yield from transformers_lines(Path(folder), name)
     for name in NAMES:
         yield bits_line(name)
-        yield crash_line(name)
+        yield hybrid_state.crash(name, "crashes in decode", (17, 31))
     for name in published.SIZES:
         yield size_line(name)
     # small states, one at every boundary
@@ -96,22 +87,6 @@ def bits_line(name: str) -> Line:
     return Line(what, figure, differ == 0 and cached > 0 and preempted > 0)
 
 
-def crash_line(name: str) -> Line:
-    """Three engines that are gone in decode, and the next on their memory."""
-    fd = os.memfd_create("states")
-    whole, _ = hybrid_state.go_on(name, None, {}, 1 << 30)
-    done: dict[int, list[int]] = {}
-    worst = 0.0
-    for steps in (17, 31, 1 << 30):
-        done, again = hybrid_state.go_on(name, fd, done, steps)
-        worst = max(worst, again)
-    os.close(fd)
-    equal = "equal" if done == whole else "differ"
-    figure = f"at most {worst:.0f} tokens of 4 streams computed again, answers {equal}"
-    most = 4 * (hybrid_state.CHUNK - 1)
-    return Line(f"{name}: crashes in decode", figure, done == whole and worst <= most)
-
-
 def size_line(name: str) -> Line:
     values, layers, token, state = published.SIZES[name]
     spec = published.read(values)
@@ -126,16 +101,12 @@ def size_line(name: str) -> Line:
 
 
 def refusal_line() -> Line:
-    """Everything that is not built says its name."""
-    nano, named = published.NANO_30B, []
-    for key, value in (("n_group", 4), ("moe_latent_size", 1024), ("use_bias", True)):
-        try:
-            published.read(nano | {key: value})
-        except EngineFault as fault:
-            named += [key] * (key in fault.message)
-    return Line("refused by name", ", ".join(named), len(named) == 3)
+    nano = published.NANO_30B
+    wrong = {"n_group": 4, "moe_latent_size": 1024, "use_bias": True}
+    return hybrid_state.refused_by_name(
+        {key: lambda own=nano | {key: value}: published.read(own) for key, value in wrong.items()}
+    )
 
 
 if __name__ == "__main__":
-    run = {"families": lambda: lines(argparse.Namespace())}
-    sys.exit(harness.run("hybrid_families", run))
+    harness.alone(__file__, __doc__)

@@ -8,42 +8,34 @@ import argparse
 import itertools
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent)]
-
 import harness
 import numpy as np
-from harness import ROOT, Line
-from hybrid_state import golden_lines
+from harness import Line
+from hybrid_state import golden_lines, refused_by_name
+from test_gemma4 import FAMILIES, KV, NAMES, PUBLISHED, by_hand, golden, wide
 
-TESTS = ROOT / "tests"
-sys.path += [str(TESTS), str(TESTS / "models")]
-
-from test_gemma4 import FAMILIES, KV, NAMES, PUBLISHED, by_hand, golden, wide  # noqa: E402
-
-from pageturner.config.settings import EngineConfig  # noqa: E402
-from pageturner.engine.engine_factory import make_engine  # noqa: E402
-from pageturner.errors import EngineFault  # noqa: E402
-from pageturner.executor.draft import Costs  # noqa: E402
-from pageturner.executor.draft_model import DraftModel  # noqa: E402
-from pageturner.executor.kv_memory import KVLayout, KVSizes  # noqa: E402
-from pageturner.kernels.base import Ops  # noqa: E402
-from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
-from pageturner.kernels.reference import ReferenceOps  # noqa: E402
-from pageturner.lab.planning.model_outline import read_outline  # noqa: E402
-from pageturner.models.hf_spec import read_hf_spec  # noqa: E402
-from pageturner.models.load import load_model, open_model, weight_bytes  # noqa: E402
-from pageturner.params import SamplingParams  # noqa: E402
-from pageturner.policies.suffix_drafts import SuffixDrafts  # noqa: E402
-from pageturner.request import Request  # noqa: E402
-from support.decoding import Decoding, beside  # noqa: E402
-from support.engines import Model, Setup, answers  # noqa: E402
-from support.gemma4 import write_gguf  # noqa: E402
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
+from pageturner.executor.draft import Costs
+from pageturner.executor.draft_model import DraftModel
+from pageturner.executor.kv_memory import KVLayout, KVSizes
+from pageturner.kernels.base import Ops
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.lab.planning.model_outline import read_outline
+from pageturner.models.hf_spec import read_hf_spec
+from pageturner.models.load import load_model, open_model, weight_bytes
+from pageturner.params import SamplingParams
+from pageturner.policies.suffix_drafts import SuffixDrafts
+from pageturner.request import Request
+from support.decoding import Decoding, beside
+from support.engines import Model, Setup, answers
+from support.gemma4 import write_gguf
 
 BLOCKS = (1, 16, 32, 48, 256)
 
@@ -221,15 +213,8 @@ def refusal_line() -> Line:
             load_model(model, native), native, layout, Costs(0.0, 1.0)
         ),
     }
-    named = []
-    for word, attempt in tries.items():
-        try:
-            attempt()
-        except EngineFault as fault:
-            if word in fault.message:
-                named.append(word)
-    return Line("refused by name", ", ".join(named), len(named) == len(tries))
+    return refused_by_name(tries)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run("hybrid_gemma", {"gemma": lambda: lines(argparse.Namespace())}))
+    harness.alone(__file__, __doc__)

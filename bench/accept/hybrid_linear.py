@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-from harness import ROOT, Line, NotRun, main_of_parts
+from harness import Line, NotRun
 
 from pageturner.kernels.base import Batch, StateTables
 from pageturner.kernels.cpu.native import NativeOps
@@ -195,10 +196,9 @@ def times(rounds: int) -> Iterator[Line]:
 
 def tested() -> Iterator[Line]:
     """Bits and errors, which tests hold: of the kernels, and of heads that predict a second token."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, *["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]]
     for name in ("kernels/test_recurrent", "engine/test_mtp"):
-        words = [*command, f"tests/{name}.py"]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        done = harness.ran(*command, f"tests/{name}.py")
         last = done.stdout.strip().splitlines()[-1]
         yield Line(f"{name}: bits, errors", last.strip("= "), not done.returncode)
 
@@ -212,4 +212,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of_parts("hybrid", __doc__, ["linear"]))
+    harness.alone(__file__, __doc__)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
 import harness
 from harness import Line
 from hybrid_speed import model
@@ -48,8 +46,8 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 def servers(path: Path) -> Iterator[claims.Target]:
     """Ours, and llama-server where it is installed, both with one file."""
-    command = [sys.executable, "-m", "pageturner", "serve", str(path), "--port", "{port}"]
-    yield claims.Target("ours", command)
+    ours = harness.command("serve", str(path), "--port", "{port}")
+    yield claims.Target("ours", ours)
     if launch.installed("llama-8"):
         theirs, environment, _ = launch.COMMANDS["llama-8"](0, path)
         theirs[theirs.index("--port") + 1] = "{port}"
@@ -100,4 +98,4 @@ def cuts(shape: str, target: claims.Target, dice: random.Random) -> Iterator[Lin
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("hybrid_reuse", __doc__, {"reuse": harness.part("hybrid_reuse")}))
+    harness.alone(__file__, __doc__)

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
 import harness
-from harness import RESULTS, ROOT, Line, NotRun
-
-sys.path.insert(0, str(ROOT / "bench"))
 import weights_peers
+from harness import RESULTS, Line, NotRun
 
 import random_model
 from peers import launch, rounds, run
@@ -108,4 +104,4 @@ def judged(shape: str, load: str, turns: Sequence[Turn], failed: dict[str, str])
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("hybrid_speed", __doc__, {"speed": harness.part("hybrid_speed")}))
+    harness.alone(__file__, __doc__)

@@ -10,18 +10,19 @@ import argparse
 import json
 import os
 import random
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-from harness import ROOT, Line, main_of_parts
+from harness import ROOT, Line
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine import Engine
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
+from pageturner.errors import EngineFault
 from pageturner.kernels.recurrent import CHUNK
 from pageturner.lab.planning.kv_planner import KVPlanner
 from pageturner.lab.planning.model_outline import read_outline
@@ -73,7 +74,9 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     """Everything, the fast lines first."""
     yield from sizes()
     yield from logits()
-    yield from crash()
+    what = f"three crashes in decode, fewer than {CHUNK} tokens of a stream computed again"
+    for name in NAMES:
+        yield crash(name, what, (17, 23, 31))
     conversations = max(options.state_requests // 12, 4)
     yield from reuse(options.state_requests, conversations, SHAPE, 48 << 20)
 
@@ -157,23 +160,30 @@ def sizes() -> Iterator[Line]:
 PROMPTS = [tuple(range(5 + n, 42 + 9 * n)) for n in range(4)]
 
 
-def crash() -> Iterator[Line]:
-    """Engines that are gone in the middle of their answers, as killed ones are, and the next on their memory."""
-    for name in NAMES:
-        fd = os.memfd_create("states")
-        whole, _ = go_on(name, None, {}, 1 << 30)
-        done: dict[int, list[int]] = {}
-        worst = 0.0
-        for steps in (17, 23, 31, 1 << 30):
-            done, again = go_on(name, fd, done, steps)
-            worst = max(worst, again)
-        os.close(fd)
-        equal = "equal" if done == whole else "differ"
-        yield Line(
-            f"{name}: three crashes in decode, fewer than {CHUNK} tokens of a stream computed again",
-            f"at most {worst:.0f} of 4 streams together, answers {equal}",
-            done == whole and worst <= 4 * (CHUNK - 1),
-        )
+def crash(name: str, what: str, kills: tuple[int, ...]) -> Line:
+    """Engines that are gone after so many steps, as killed ones are, and the next on their memory."""
+    fd = os.memfd_create("states")
+    whole, _ = go_on(name, None, {}, 1 << 30)
+    done: dict[int, list[int]] = {}
+    worst = 0.0
+    for steps in (*kills, 1 << 30):
+        done, again = go_on(name, fd, done, steps)
+        worst = max(worst, again)
+    os.close(fd)
+    equal = "equal" if done == whole else "differ"
+    figure = f"at most {worst:.0f} tokens of 4 streams computed again, answers {equal}"
+    return Line(f"{name}: {what}", figure, done == whole and worst <= 4 * (CHUNK - 1))
+
+
+def refused_by_name(tries: dict[str, Callable[[], object]]) -> Line:
+    """Everything that is not built is refused with a word that says what it is."""
+    named = []
+    for word, attempt in tries.items():
+        try:
+            attempt()
+        except EngineFault as fault:
+            named += [word] * (word in fault.message)
+    return Line("refused by name", ", ".join(named), len(named) == len(tries))
 
 
 def go_on(
@@ -282,4 +292,4 @@ def cut(count: int) -> Iterator[tuple[list[int], int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of_parts("hybrid", __doc__, ("state",)))
+    harness.alone(__file__, __doc__)

@@ -20,17 +20,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "wheels")]
+import harness
+from harness import ROOT, Line, NotRun
 
-import contents  # noqa: E402
-import emulate  # noqa: E402
-import harness  # noqa: E402
-from harness import ROOT, Line, NotRun  # noqa: E402
+from wheels import contents, emulate
 
 READY_SECONDS, INSTALLED_MB = 30.0, 150.0
 TINY = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
-TOKENS = HERE.parent / "wheels" / "tiny_tokens.py"
+TOKENS = ROOT / "bench" / "wheels" / "tiny_tokens.py"
 NO_COMPILER = "/nonexistent/c++"
 QUESTION = {
     "model": "smollm2",
@@ -116,11 +113,7 @@ def megabytes(bin_folder: Path) -> float:
 
 def first_answer(url: str) -> str:
     """The first text of the answer to the README's question."""
-    asked = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(QUESTION).encode(),
-        {"content-type": "application/json"},
-    )
+    asked = harness.request(url, "/v1/chat/completions", QUESTION)
     with urllib.request.urlopen(asked, timeout=120) as answer:
         for line in answer:
             text = line.decode().removeprefix("data: ").strip()

@@ -11,18 +11,13 @@ import argparse
 import json
 import os
 import re
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE)]
-
-import harness  # noqa: E402
-from harness import ROOT, Line  # noqa: E402
+import harness
+from harness import ROOT, Line
 
 VARIABLE = "PAGETURNER_GRAFANA_JSON"
 METRIC = re.compile(r"\b((?:vllm|pageturner):\w+|(?:process|http)_\w+)(?:\{([^}]*)\})?")
@@ -87,15 +82,12 @@ def missing(query: str, found: Samples) -> list[str]:
 def ask(url: str, prompt: str, tokens: int) -> None:
     """One answer."""
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "model": MODEL.stem}
-    headers = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    urllib.request.urlopen(asked, timeout=60).read()
+    harness.fetch(url, "/v1/completions", body)
 
 
 def scrape(url: str) -> str:
     """What Prometheus is told."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
+    return harness.fetch(url, "/metrics").decode()
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:

@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +24,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent)]
 import harness
 from harness import ROOT, Line, NotRun, processor_seconds
 
@@ -52,11 +50,7 @@ def stream(
 ) -> tuple[str, bool, float]:
     """The text of a streamed answer, whether it ended as it should, seconds to its first byte. begun: gets
     an entry then."""
-    asked = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(body).encode(),
-        headers={"content-type": "application/json"},
-    )
+    asked = harness.request(url, "/v1/completions", body)
     text, ended, begin, first = "", False, time.monotonic(), 0.0
     with urllib.request.urlopen(asked, timeout=300) as answer:
         for line in answer:
@@ -80,8 +74,8 @@ def stream(
 
 def metric(url: str, name: str) -> float:
     """The sum of a metric over its labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        rows = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    text = harness.fetch(url, "/metrics").decode()
+    rows = [line for line in text.splitlines() if line.startswith(name)]
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
@@ -137,19 +131,11 @@ class Cluster:
         path = self.folder / "app.toml"
         path.write_text("\n".join(lines) + "\n")
         address = f"127.0.0.1:{self.gcs}"
-        command = [sys.executable, "-m", "pageturner", "deploy", str(path)]
-        self._run([*command, "--address", address, "--detach"])
+        self._run(harness.command("deploy", str(path), "--address", address, "--detach"))
 
     def _run(self, command: list[str]) -> None:
-        done = subprocess.run(
-            command,
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=self.patience,
-            check=False,
-        )
+        how = {"env": self.environment, "cwd": self.folder, "timeout": self.patience}
+        done = harness.ran(*command, **how)
         if done.returncode:
             raise RuntimeError(
                 f"{' '.join(command[2:5])}: {done.stdout[-1000:]}{done.stderr[-2000:]}"

@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-sys.path += [str(Path(__file__).parent)]
 from harness import Line, NotRun
 
 from pageturner import LLM, SamplingParams

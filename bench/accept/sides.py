@@ -41,13 +41,7 @@ class Side:
 
     def run(self, *words: str, **environment: str) -> str:
         """The standard output of a command of this side. RuntimeError when the command fails."""
-        done = subprocess.run(
-            words,
-            cwd=self.root,
-            env=self.environment(**environment),
-            capture_output=True,
-            text=True,
-        )
+        done = harness.ran(*words, cwd=self.root, env=self.environment(**environment))
         if done.returncode:
             said = done.stderr.strip()[-300:]
             raise RuntimeError(f"{self.name}: {' '.join(map(str, words))[:200]}: {said}")

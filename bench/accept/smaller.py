@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ import same_faces
 import same_speed
 import same_steps
 import sides
-from harness import ROOT, Line, NotRun, Part, busy, main, pytest_line
+from harness import ROOT, Line, NotRun, Part, busy, main, pytest_line, ran
 from sides import Side
 
 # Figures of bench/house.py -> the most that this piece of work wants, of all or for each 1,000 lines.
@@ -98,8 +97,8 @@ def mutants(_: argparse.Namespace) -> Iterator[Line]:
 def table(_: argparse.Namespace) -> Iterator[Line]:
     """The tables of bench/house.py, its bars, and what this piece of work wants."""
     script = str(ROOT / "bench" / "house.py")
-    print(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True).stdout)
-    done = subprocess.run([sys.executable, script, "--json"], capture_output=True, text=True)
+    print(ran(sys.executable, script).stdout)
+    done = ran(sys.executable, script, "--json")
     if done.returncode not in (0, 1):
         raise RuntimeError(f"bench/house.py: {done.stderr.strip()[-300:]}")
     yield from counted(json.loads(done.stdout))
@@ -156,9 +155,7 @@ def tests(options: argparse.Namespace) -> Iterator[Line]:
 def made(side: Side, target: str, what: str, limit: float | None) -> tuple[float, Line]:
     """Seconds of a make target, and a line that fails where the target fails or takes too long."""
     begin = time.monotonic()
-    done = subprocess.run(
-        ["make", target], cwd=side.root, env=side.environment(), capture_output=True, text=True
-    )
+    done = ran("make", target, cwd=side.root, env=side.environment())
     seconds = time.monotonic() - begin
     passed = done.returncode == 0 and (limit is None or seconds <= limit)
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:5]

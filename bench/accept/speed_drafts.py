@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         llm = LLM(model, speculation="suffix", max_model_len=4096, enable_prefix_caching=False)
         stops = llm.tokenizer.encode("<|im_end|>", add_special=False, parse_special=True)
         params = replace(GREEDY, stop_ids=tuple(stops))
-        _run(llm, [((5, 6, 7), ())], params, 8, speculation=True)
+        run(llm, [((5, 6, 7), ())], params, 8, speculation=True)
         for kind, jobs in _jobs(llm).items():
             for size in SIZES[: 3 if kind == "chat" else 2]:  # 64 long prompts take minutes
                 rounds = max(2, options.drafts_rounds * (2 if size == 1 else 1) // 2)
@@ -78,8 +77,8 @@ def _jobs(llm: LLM) -> dict[str, list[Job]]:
             raise NotRun(f"{path} is absent")
         for task in map(json.loads, path.read_text().splitlines()):
             if task.get("kind") == "rename_identifier":
-                ask, answer = (_encoded(llm, task[key]) for key in ("prompt", "reference"))
-                again = _encoded(llm, "\n\nThe same file once more, please:\n\n")
+                ask, answer = (encoded(llm, task[key]) for key in ("prompt", "reference"))
+                again = encoded(llm, "\n\nThe same file once more, please:\n\n")
                 found["code"].append((ask, answer))
                 found["agents"].append((ask + answer + again, answer))
             elif task.get("turns") and task["lang"] == "en":
@@ -89,22 +88,29 @@ def _jobs(llm: LLM) -> dict[str, list[Job]]:
     return found
 
 
-def _encoded(llm: LLM, text: str) -> tuple[int, ...]:
+def encoded(llm: LLM, text: str) -> tuple[int, ...]:
     return tuple(llm.tokenizer.encode(text, add_special=False, parse_special=False))
 
 
 @dataclass(slots=True)
 class Run:
-    """One batch behind its first tokens. answers: of every job, all of it."""
+    """One batch behind its first tokens. answers: of every job, all of it; drafted, right: tokens of all of it."""
 
     answers: list[list[int]]
     tokens: int = 0
     steps: int = 0
     rows: int = 0
     seconds: float = 0.0
+    drafted: float = 0.0
+    right: float = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
 
 
-def _run(llm: LLM, jobs: list[Job], params: SamplingParams, most: int, *, speculation: bool) -> Run:
+def run(llm: LLM, jobs: list[Job], params: SamplingParams, most: int, *, speculation: bool) -> Run:
     engine, places = llm.built.engine, {}
     found = Run([[] for _ in jobs])
     for place, (prompt, forced) in enumerate(jobs):
@@ -115,9 +121,10 @@ def _run(llm: LLM, jobs: list[Job], params: SamplingParams, most: int, *, specul
             force_ids=forced[:most],
             max_tokens=min(most, len(forced) or most),
             speculation=speculation,
-            ignore_eos=bool(forced),
+            ignore_eos=params.ignore_eos or bool(forced),
         )
         assert not engine.submit(Request(number, prompt, wanted))
+    start = engine.scheduler.stats()
     before = 0.0
     while engine.has_work:
         begun = all(found.answers)
@@ -133,6 +140,9 @@ def _run(llm: LLM, jobs: list[Job], params: SamplingParams, most: int, *, specul
             found.tokens += sum(len(event.tokens) for event in events)
             found.rows += len(events) + int(drafted - before)
         before = drafted
+    ended = engine.scheduler.stats()
+    found.drafted = ended["draft_tokens"] - start["draft_tokens"]
+    found.right = ended["accepted_tokens"] - start["accepted_tokens"]
     return found
 
 
@@ -143,15 +153,13 @@ def _line(
     with_drafts, without = [], []
     for i, (jobs, params, most) in enumerate(batches):
         for drafts in (i % 2 == 0, i % 2 == 1):
-            run = _run(llm, jobs, params, most, speculation=drafts)
-            (with_drafts if drafts else without).append(run)
+            side = with_drafts if drafts else without
+            side.append(run(llm, jobs, params, most, speculation=drafts))
     pairs = list(zip(with_drafts, without, strict=True))
     equal = all(one.answers == other.answers for one, other in pairs)
-    ratio = statistics.median(
-        one.tokens / one.seconds / (other.tokens / other.seconds) for one, other in pairs
-    )
+    ratio = statistics.median(one.pace / other.pace for one, other in pairs)
     sums = [
-        [sum(getattr(run, what) for run in runs) for what in ("tokens", "steps", "rows")]
+        [sum(getattr(one, what) for one in runs) for what in ("tokens", "steps", "rows")]
         for runs in (with_drafts, without)
     ]
     (tokens, steps, rows), (plain, plain_steps, plain_rows) = sums
@@ -164,4 +172,4 @@ def _line(
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("speed_drafts", __doc__, {"drafts": harness.part("speed_drafts")}))
+    harness.alone(__file__, __doc__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from pageturner import LLM
 from pageturner.lab.bench.request_metrics import RequestMetrics
 from pageturner.lab.reporting.summary import percentile
 from pageturner.lab.simulation.simulator import Simulator
+from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.block_names import BlockNames
 from pageturner.lab.traffic.traffic import OWN, OpenLoop, Pieces, Sessions, Traffic, TrafficRequest
 from pageturner.lab.traffic.traffic_files import TraceScaling, from_trace, read_trace
@@ -37,9 +37,8 @@ from pageturner.request import Request
 from pageturner.scheduler.order import Order
 from pageturner.scheduler.types import Plan, Sequence
 
-sys.path.append(str(harness.ROOT / "bench" / "data"))
-from sessions_simulated import COST
-
+# Seconds of a step: once, for each of the first 8 rows, each row, sequence, logit, position read, pair
+COST = CalibratedCost([4e-3, 1e-4, 6e-4, 2e-4, 6e-4, 2e-8, 2e-8], (0.0, 0.0), 0, {}, 2e-4, {})
 LANES, THINK, TARGET = 24, 20.0, 1.5
 MEMORIES = (1500, 2200, 9000)  # blocks; the last holds all that LANES say
 LOAD, MEAN_PROMPT, SLOTS, BLOCKS = 0.9, 400, 16, 4000
@@ -295,4 +294,4 @@ def _engine_run(order: str) -> tuple[float, list[tuple[int, ...]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("speed_programs", __doc__, {"programs": harness.part("speed_programs")}))
+    harness.alone(__file__, __doc__)

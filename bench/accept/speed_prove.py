@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 
 import harness
 from harness import Line, NotRun
 
-sys.path.insert(0, str(harness.ROOT / "bench"))
 import prove
 
 # What ours must hold; what the others find depends on the machine and its load.
@@ -32,4 +30,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("speed", __doc__, {"prove": harness.part("speed_prove")}))
+    harness.alone(__file__, __doc__)

@@ -15,7 +15,6 @@ soak      requests without end and flat memory: three minutes, or hours
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -46,8 +45,8 @@ def chaos_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def retry(_: argparse.Namespace) -> Iterator[Line]:
-    words = [sys.executable, "bench/retry_after.py", "--seeds", "1", "--seconds", "200"]
-    done = subprocess.run(words, cwd=harness.ROOT, capture_output=True, text=True)
+    words = ("bench/retry_after.py", "--seeds", "1", "--seconds", "200")
+    done = harness.ran(sys.executable, *words)
     figure = done.stdout.strip().rpartition("\n")[2]
     yield Line(
         "Retry-After on loads that it was not tuned on: 90 % are let in",

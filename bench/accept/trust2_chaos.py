@@ -15,25 +15,21 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parents[1] / "tests")]
+import dialect_jobs
+import harness
+import trust_chaos
+from harness import Line
+from trust_chaos import Seen, Setup
 
-import dialect_jobs  # noqa: E402
-import harness  # noqa: E402
-import trust_chaos  # noqa: E402
-from harness import Line  # noqa: E402
-from trust_chaos import Seen, Setup  # noqa: E402
-
-from pageturner.formats import hub  # noqa: E402
-from pageturner.models.load import open_model  # noqa: E402
-from support.adapters import write_adapter  # noqa: E402
+from pageturner.formats import hub
+from pageturner.models.load import open_model
+from support.adapters import write_adapter
 
 ADAPTERS = ("red", "green")
 MIXED = "--kv-cache-memory 48M --kv-host-memory 32M --kv-file {folder}/kv --kv-file-size 128M --max-loras 1"
@@ -63,9 +59,8 @@ class Replica:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "pageturner", "serve", "smollm2", "--port", str(self.port)]
         self.process = subprocess.Popen(
-            [*command, *trust_chaos.FLAGS],
+            harness.command("serve", "smollm2", "--port", str(self.port), *trust_chaos.FLAGS),
             cwd=harness.ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -142,18 +137,8 @@ def fleet(minutes: float, clients: int, faults: int) -> Iterator[Line]:
     dice, seen = random.Random(5), Seen()
     with contextlib.closing(Fleet(dice)) as found:
         urls = [one.url for one in found.replicas]
-        port = harness.free_port()
-        words = [
-            "route",
-            *urls,
-            "--port",
-            str(port),
-            "--health-interval",
-            "0.5",
-            "--move-timeout",
-            "60",
-        ]
-        with harness.running([sys.executable, "-m", "pageturner", *words], port) as front:
+        flags = ("--health-interval", "0.5", "--move-timeout", "60")
+        with harness.router(*urls, flags=flags) as front:
             every = [
                 job
                 for job in trust_chaos.with_truths(urls[0])
@@ -211,4 +196,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("trust2_chaos", __doc__, {"chaos": harness.part("trust2_chaos")}))
+    harness.alone(__file__, __doc__)

@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE)]
-
-import harness  # noqa: E402
-from harness import Line  # noqa: E402
+import harness
+from harness import Line
 
 STREAMS = 4
 MAX_GAP = 0.25  # seconds beyond the longest gap without them, on two processors shared by all
@@ -74,11 +69,7 @@ def chat(url: str, words: str, tokens: int, **more: Any) -> urllib.request.Reque
         "temperature": 1,
         **more,
     }
-    return urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
+    return harness.request(url, "/v1/chat/completions", body)
 
 
 def stream(url: str, until: float, gaps: list[float]) -> None:
@@ -148,4 +139,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("trust2_grammar", __doc__, {"grammar": harness.part("trust2_grammar")}))
+    harness.alone(__file__, __doc__)

@@ -10,14 +10,13 @@ are left. Cases go in windows; a window that was over a bound is sent again case
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import multiprocessing
 import os
 import stat
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ import harness
 import trust_hostile
 from harness import Line, Server
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hostile_requests
 from hostile.hunter import Hunter
 
@@ -46,17 +44,16 @@ OURS = "owned"  # names of what the owner keeps
 def ask(
     url: str, key: str, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, bytes]:
-    """One request of a tenant."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=harness.PATIENT)
-    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    said = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
-    connection.request(
-        method, path, content, {name.replace("_", "-"): text for name, text in said.items()}
-    )
-    answer = connection.getresponse()
-    told = answer.status, answer.read()
-    connection.close()
-    return told
+    """One request of a tenant. body: bytes, or what becomes JSON."""
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    asked = harness.request(url, path, None, Authorization=f"Bearer {key}", **named)
+    asked.method = method
+    asked.data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(asked, timeout=harness.PATIENT) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
 
 
 def upload(url: str, key: str, content: str) -> tuple[int, bytes]:
@@ -114,8 +111,7 @@ def begun(url: str) -> dict[str, Any]:
 
 def hunt(url: str, seed: int, theirs: tuple[str, ...], pipe: Connection) -> None:
     """Send the cases between two numbers; tells of each its status and bytes, and its name where it is bad."""
-    with urllib.request.urlopen(f"{url}/openapi.json", timeout=harness.PATIENT) as answer:
-        document = json.load(answer)
+    document = json.loads(harness.fetch(url, "/openapi.json"))
     honest = {"messages": [{"role": "user", "content": "hello"}], "documents": ["a"], **begun(url)}
     hunter = Hunter(document, honest, theirs)
     pipe.send(len(hunter.places))
@@ -160,11 +156,7 @@ class Hunt:
     def __init__(self, server: Server, seed: int, theirs: tuple[str, ...]) -> None:
         self.found, self._server, self._seed = Found(), server, seed
         self.clients, self.watch = trust_hostile.Clients(server.url), trust_hostile.Watch(server)
-        self._pipe, ours = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=hunt, args=(server.url, seed, theirs, ours)
-        )
-        self._process.start()
+        self._process, self._pipe = harness.spawn(hunt, server.url, seed, theirs)
         self.places = self._pipe.recv()
         time.sleep(4)
         (self.calm, _), self.rest = trust_hostile.calm_waits(self.clients, self.watch)
@@ -311,4 +303,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("trust2_hunter", __doc__, {"hunter": harness.part("trust2_hunter")}))
+    harness.alone(__file__, __doc__)

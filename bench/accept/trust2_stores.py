@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,26 +17,12 @@ from pathlib import Path
 import harness
 import trust2_hunter
 import trust_hostile
-from harness import Line, Server, pytest_line
+from harness import Line, Server
 
 PROMPTS = 1000
 WORDS = [f"{'word' * 25}{number:06}" for number in range(2000)]  # a grammar of some 220 KB
 HELD = 0.1  # seconds
 CHOICE_MB = 0.008  # what an open answer may take in the API process
-TESTS = {
-    "ids of another tenant are as ids that never were, in every store (before: dropped)": (
-        "tests/server/test_tenant_stores.py tests/server/test_history.py"
-        " tests/server/test_keys.py::test_tenants_are_kept_apart"
-    ),
-    "files of a server, also where they were open to all (before: 0644 in 0755)": "tests/e2e/test_private_files.py",
-    "a field is sent to the engine once for all choices (before: for each)": "tests/server/test_submit_repeats.py",
-    "every number field with 10^25, -1, 2^63; a slice of the hunter (before: 500)": (
-        "tests/server/test_hunter.py -m slow"
-    ),
-    "verify: CR LF, lone CR, BOM, UTF-16, a line end more (before: accused)": (
-        "tests/e2e/test_receipts.py -k honest"
-    ),
-}
 
 
 def grammar_of_many(server: Server, other: Server) -> Iterator[Line]:
@@ -105,10 +89,7 @@ def disk(server: Server, folder: Path) -> Iterator[Line]:
 
 
 def supply() -> Iterator[Line]:
-    """Hashes, the bill of materials, and a signature that is checked."""
-    yield pytest_line(
-        "versions and hashes of all that is installed", "tests/arch/test_supply_chain.py"
-    )
+    """A signature that is checked."""
     with tempfile.TemporaryDirectory() as folder:
         key, signed = f"{folder}/key", f"{folder}/SHA256SUMS"
         Path(signed).write_text("as docs/release.md says\n")
@@ -118,7 +99,7 @@ def supply() -> Iterator[Line]:
             f"printf 'r@p %s' \"$(cat {key}.pub)\" > {folder}/allowed",
             f"ssh-keygen -Y verify -f {folder}/allowed -I r@p -n file -s {signed}.sig < {signed}",
         )
-        done = subprocess.run(["sh", "-ec", "\n".join(steps)], capture_output=True, text=True)
+        done = harness.ran("sh", "-ec", "\n".join(steps))
         figure = (done.stdout + done.stderr).strip()[-200:]
         yield Line("a list of checksums is signed and checked", figure, done.returncode == 0)
 
@@ -133,16 +114,9 @@ def lines(_: argparse.Namespace) -> Iterator[Line]:
             yield from bounds(server)
             yield from disk(server, Path(folder))
         yield trust2_hunter.files_line(Path(folder), "modes and owners of what it left")
-    for what, tests in TESTS.items():
-        yield pytest_line(what, *tests.split())
-    yield pytest_line(
-        "timelines and batches are bounded (before: 2 to 4 GB)",
-        "tests/server/test_batches.py",
-        "-k",
-        "bound or bad_lines",
-    )
+    yield from harness.proved("trust2_stores")
     yield from supply()
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("trust2_stores", __doc__, {"stores": harness.part("trust2_stores")}))
+    harness.alone(__file__, __doc__)

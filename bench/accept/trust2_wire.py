@@ -7,53 +7,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import signal
 import socket
-import sys
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from urllib.parse import urlsplit
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE)]
-
-import harness  # noqa: E402
-from harness import Line, Server  # noqa: E402
+import harness
+from harness import Line, Server
 
 TINY = str(harness.ROOT / "tests" / "goldens" / "tiny_llama.gguf")
 TINY_FLAGS = ("--served-model-name", "tiny", "--kv-cache-memory", "64M", "--threads", "1")
 MAX_HEALTH = 50  # milliseconds
 CROWDS = 3
 TOKENS = 400
-# tests, by what they prove and what was before
-PROVED = {
-    "slow uploads of a tenant keep nobody else from theirs (before: 429 for all)": (
-        "tests/server/test_batches.py",
-        "slow_uploads",
-    ),
-    "14 hostile answers drawn by the page's renderer (before: 3,400 '>' never ended)": (
-        "tests/server/test_home.py",
-        "hangs",
-    ),
-    "an engine without memory: 503 out_of_memory, neighbours go on (before: 500 poisoned_request)": (
-        "tests/server/test_out_of_memory.py",
-        "memory",
-    ),
-    "every flag in a message is there (before: --max-documentss-per-request)": (
-        "tests/cli/test_flags_in_messages.py",
-        "flags",
-    ),
-    "pages under foreign names of Host are 403 (before: 200)": (
-        "tests/server/test_origins.py",
-        "pages_are_there",
-    ),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,12 +65,9 @@ def chat(url: str, number: int) -> str:
         "messages": [{"role": "user", "content": f"story {number}"}],
         "options": {"num_predict": TOKENS, "temperature": 0},
     }
-    request = urllib.request.Request(
-        f"{url}/api/chat", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
     text = ""
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(harness.request(url, "/api/chat", body), timeout=120) as answer:
             for raw in answer:
                 line = json.loads(raw)
                 if "error" in line:
@@ -121,15 +89,12 @@ def moves(kills: int) -> Line:
         ports = [harness.free_port() for _ in range(2)]
 
         def replica(port: int) -> Server:
-            flags = ["serve", TINY, "--port", str(port), *TINY_FLAGS]
-            command = [sys.executable, "-m", "pageturner", *flags]
+            command = harness.command("serve", TINY, "--port", str(port), *TINY_FLAGS)
             return stack.enter_context(harness.running(command, port))
 
         replicas = [replica(port) for port in ports]
-        port = harness.free_port()
-        words = ["route", *(one.url for one in replicas), "--port", str(port)]
-        command = [sys.executable, "-m", "pageturner", *words, "--health-interval", "0.2"]
-        router = stack.enter_context(harness.running(command, port))
+        front = harness.router(*(one.url for one in replicas), flags=("--health-interval", "0.2"))
+        router = stack.enter_context(front)
         for kill in range(kills):
             with ThreadPoolExecutor(streams) as pool:
                 asked = [pool.submit(chat, router.url, number) for number in range(streams)]
@@ -157,8 +122,7 @@ def looks(urls: list[str], pipe: Connection) -> None:
     while not pipe.poll():
         for url, seconds in zip(urls, told, strict=True):
             begin = time.monotonic()
-            with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
-                answer.read()
+            harness.fetch(url, "/health")
             seconds.append(1e3 * (time.monotonic() - begin))
             time.sleep(0.005)
     pipe.send([sorted(seconds) for seconds in told])
@@ -170,18 +134,9 @@ def health(busy: str, idle: str) -> Line:
 
     def crowd(number: int) -> None:
         body = {"prompt": [f"{number} {n} word " * 20 for n in range(32)], "max_tokens": 4}
-        request = urllib.request.Request(
-            f"{busy}/v1/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            answer.read()
+        harness.fetch(busy, "/v1/completions", body)
 
-    pipe, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    watcher = context.Process(target=looks, args=([busy, idle], theirs))
-    watcher.start()
+    watcher, pipe = harness.spawn(looks, [busy, idle])
     time.sleep(2.0)
     for _ in range(CROWDS):
         harness.in_threads(8, crowd)
@@ -196,13 +151,10 @@ def health(busy: str, idle: str) -> Line:
 
 
 def lines(options: argparse.Namespace) -> Iterator[Line]:
-    for what, (tests, kind) in PROVED.items():
-        yield harness.pytest_line(what, tests, "-k", kind)
+    yield from harness.proved("trust2_wire")
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(harness.server(*TINY_FLAGS, model=TINY))
-        port = harness.free_port()
-        words = [sys.executable, "-m", "pageturner", "route", one.url, "--port", str(port)]
-        router = stack.enter_context(harness.running(words, port))
+        router = stack.enter_context(harness.router(one.url))
         yield from heads({"server": one.url, "router": router.url})
         other = stack.enter_context(harness.server(*TINY_FLAGS, model=TINY))
         yield health(one.url, other.url)
@@ -211,4 +163,4 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.main("trust2_wire", __doc__, {"wire": harness.part("trust2_wire")}))
+    harness.alone(__file__, __doc__)

@@ -9,10 +9,8 @@ comes through a router.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -80,15 +78,6 @@ class Seen:
     records: int = 0
 
 
-@contextlib.contextmanager
-def router(replica: str) -> Iterator[str]:
-    """The address of a router in front of this server."""
-    port = harness.free_port()
-    command = [sys.executable, "-m", "pageturner", "route", replica, "--port", str(port)]
-    with harness.running(command, port) as front:
-        yield front.url
-
-
 def run(minutes: float, clients: int, faults: int, setup: Setup = ALONE) -> Seen:
     """Records what was seen."""
     seen, seed = Seen(), setup.seed
@@ -97,7 +86,7 @@ def run(minutes: float, clients: int, faults: int, setup: Setup = ALONE) -> Seen
         said = Path(folder) / "said"
         more = (flag.format(folder=folder) for flag in setup.flags)
         flags = (*FLAGS, "--step-log", str(log), *more)
-        with harness.server(*flags, log=said) as server, router(server.url) as front:
+        with harness.server(*flags, log=said) as server, harness.router(server.url) as router:
             every = with_truths(server.url, setup)
             seen.before = rss_mb(server.process.pid)
             disturbed = chaos_faults.Faults(server, random.Random(seed), log)
@@ -113,7 +102,7 @@ def run(minutes: float, clients: int, faults: int, setup: Setup = ALONE) -> Seen
                     disturb(kinds, faults, until, random.Random(seed + 1), seen)
                 else:
                     client(
-                        (server.url, front if number % 2 else server.url),
+                        (server.url, router.url if number % 2 else server.url),
                         every,
                         until,
                         random.Random(1000 * seed + number),

@@ -14,13 +14,10 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import multiprocessing
 import os
 import statistics
-import sys
 import threading
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +30,6 @@ from urllib.parse import urlsplit
 import harness
 from harness import Line, Server
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hostile_requests as hostile
 
 STREAMS, TOKENS = 16, 120
@@ -58,12 +54,7 @@ class Clients:
     """STREAMS clients in a process of their own, each of which asks again when its answer is complete."""
 
     def __init__(self, url: str) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_clients, args=(url, theirs)
-        )
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = harness.spawn(_clients, url)
 
     def gap(self, begin: float, end: float) -> tuple[float, float]:
         """The longest wait within this time, in seconds: of any stream for its next token, and of any request
@@ -166,10 +157,7 @@ class Attacker:
     """A process that carries out attacks of the catalogue by their number."""
 
     def __init__(self, url: str, seed: int) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_attacker, args=(url, seed, theirs))
-        self._process.start()
+        self._process, self._pipe = harness.spawn(_attacker, url, seed)
 
     def attack(self, number: int, times: int, at_once: int) -> list[hostile.Outcome]:
         """Carry it out; returns when all have been answered or have left."""
@@ -337,9 +325,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 def warm(server: Server) -> None:
     """Long requests that nobody could object to, so that the processes which read them are there at rest."""
     for size in (16_000, 200_000):
-        body = json.dumps({"prompt": "a few words " * (size // 12)}).encode()
-        request = urllib.request.Request(f"{server.url}/tokenize", body, HEADERS)
-        urllib.request.urlopen(request, timeout=harness.PATIENT).read()
+        harness.fetch(server.url, "/tokenize", {"prompt": "a few words " * (size // 12)}, **HEADERS)
 
 
 def calm_waits(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
@@ -357,10 +343,9 @@ def full_step(server: Server, clients: Clients) -> float:
     """The longest gap beside a long prompt of an ordinary client."""
     gaps = []
     for number in range(5):
-        body = json.dumps({"prompt": f"{number} " * 2000, "max_tokens": 1}).encode()
-        request = urllib.request.Request(f"{server.url}/v1/completions", body, HEADERS)
+        body = {"prompt": f"{number} " * 2000, "max_tokens": 1}
         begin = time.monotonic()
-        urllib.request.urlopen(request, timeout=harness.PATIENT).read()
+        harness.fetch(server.url, "/v1/completions", body, **HEADERS)
         gaps.append(clients.gap(begin, time.monotonic())[0])
     return statistics.median(gaps)
 

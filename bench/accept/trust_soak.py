@@ -9,7 +9,6 @@ leave in the middle, some answers are streamed, have several choices, logprobs o
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import selectors
 import socket
@@ -129,11 +128,7 @@ def _soaked(
     server: Server, requests: int
 ) -> tuple[Counter[str], dict[str, list[tuple[float, float]]], float]:
     host, port = server.url.removeprefix("http://").split(":")
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_clients, args=((host, int(port)), requests, theirs))
-    process.start()
-    theirs.close()
+    process, ours = harness.spawn(_clients, (host, int(port)), requests)
     pids = {"API process": server.process.pid, "engine": server.engine_pid()}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in pids}
     begin = time.monotonic()

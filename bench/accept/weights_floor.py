@@ -9,12 +9,9 @@ is timed by processor time, so that other programs hardly count.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from harness import Line
 
 import steps

@@ -9,27 +9,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Line
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parents[1] / "tests")]
-
-from harness import Line  # noqa: E402
-
-from pageturner.formats import hub  # noqa: E402
-from pageturner.kernels.adapters import Adapters  # noqa: E402
-from pageturner.kernels.base import Batch  # noqa: E402
-from pageturner.kernels.choosing import ChooseArgs, Draw  # noqa: E402
-from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
-from pageturner.models.decoder import Decoder  # noqa: E402
-from pageturner.models.load import load_model  # noqa: E402
-from support.adapters import ALL, random_weights  # noqa: E402
+from pageturner.formats import hub
+from pageturner.kernels.adapters import Adapters
+from pageturner.kernels.base import Batch
+from pageturner.kernels.choosing import ChooseArgs, Draw
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
+from support.adapters import ALL, random_weights
 
 ROWS, CONTEXT, BLOCK, RANK = 32, 250, 16, 16
 PACE_OF_32, PACE_OF_ONE = 0.85, 0.95

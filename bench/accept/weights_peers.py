@@ -17,14 +17,12 @@ import argparse
 import json
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import DATA, RESULTS, ROOT, Line, NotRun
+from harness import DATA, RESULTS, Line, NotRun
 
-sys.path.insert(0, str(ROOT / "bench"))
 import quality_types
 import random_model
 from pageturner.formats import hub

@@ -7,12 +7,10 @@ Numerics were chosen on the prompts of half 0; the figures of half 1 stand besid
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from harness import DATA, Line
 
 import quality

@@ -134,34 +134,32 @@ def seen_by(
             "NO_COLOR": "1",
             **more,
         }
-        seen.status, seen.output = _ended(command, work, environment, seconds)
+        how = {"cwd": work, "env": environment, "stderr": subprocess.STDOUT}
+        seen.status, output, _ = ended(command, seconds, **how)
+        seen.output = output[-3000:]
         _count(seen, recorder)
     told = (work / FILE).read_text() if (work / FILE).exists() else ""
     seen.changed, seen.solved = told != BEFORE, told == AFTER
     return seen
 
 
-def _ended(
-    command: list[str], work: Path, environment: dict[str, str], seconds: float
-) -> tuple[int | None, str]:
-    """Exit status and output of a command; it and its children end after so many seconds."""
+def ended(command: list[str], seconds: float, **how: Any) -> tuple[int | None, str, str]:
+    """Exit status, stdout and stderr of a command; None: it was ended after so many seconds, with its children."""
     process = subprocess.Popen(
         command,
-        cwd=work,
-        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        **how,
     )
     try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output[-3000:]
+        said, more = process.communicate(timeout=seconds)
+        return process.returncode, said, more or ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return None, output[-3000:]
+        said, more = process.communicate()
+        return None, said, more or ""
 
 
 def _count(seen: Seen, recorder: Recorder) -> None:

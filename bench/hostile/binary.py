@@ -7,6 +7,7 @@ them. Every change follows from the dice.
 from __future__ import annotations
 
 import json
+import operator
 import random
 import struct
 import sys
@@ -21,6 +22,16 @@ Dice = random.Random
 Mutate = Callable[[Path, Dice], str]
 INTS = (0, 1, -1, 2, 3, 255, 4096, 1_000_000, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1)
 FLOATS = (0.0, -1.0, 1e-320, 1e-30, 1e30, 1.0000001, float("nan"), float("inf"), float("-inf"))
+
+_TABLES = json.loads(Path(__file__).with_name("words.json").read_text())
+
+
+def words(name: str) -> tuple[str, ...]:
+    """A table of words.json. A list in it is texts, each with how often it is repeated."""
+    return tuple(
+        one if isinstance(one, str) else "".join(map(operator.mul, one[::2], one[1::2]))
+        for one in _TABLES[name]
+    )
 
 
 def put(path: Path, raw: bytes) -> None:
@@ -73,60 +84,9 @@ def bytes_of(name: str, most: int = 1 << 30) -> Mutate:
 
 # -- GGUF ----------------------------------------------------------------------------------------------------
 _TYPES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10, "q": 11, "d": 12}
-_LIKELY = (
-    "general.alignment",
-    "general.architecture",
-    "tokenizer.ggml.model",
-    "tokenizer.ggml.pre",
-    "tokenizer.chat_template",
-    "tokenizer.ggml.bos_token_id",
-    "tokenizer.ggml.eos_token_id",
-    "tokenizer.ggml.add_space_prefix",
-    "general.sampling.temp",
-    "general.sampling.top_k",
-    "split.count",
-)
-_OF_ARCH = (
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.scale",
-    "attention.layer_norm_rms_epsilon",
-    "rope.freq_base",
-    "rope.dimension_count",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "expert_count",
-    "expert_used_count",
-    "expert_feed_forward_length",
-    "attention.sliding_window",
-    "nextn_predict_layers",
-    "attention.kv_lora_rank",
-)
-_WORDS = (
-    "",
-    "llama",
-    "gemma3",
-    "qwen2",
-    "phi3",
-    "gpt2",
-    "bloom",
-    "mamba",
-    "gemma4",
-    "yarn",
-    "linear",
-    "Q" * 9000,
-    "\x1b[2J\n",
-    "{{ 10**5000 }}",
-    "{{ 10**(10**9) }}",
-    "{% for i in a %}" * 25 + "{% endfor %}" * 25,
-)
+_LIKELY = words("gguf keys")
+_OF_ARCH = words("gguf keys of an architecture")
+_WORDS = words("gguf words")
 
 
 def _typed(dice: Dice) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from hostile.binary import INTS, Dice, damaged
+from hostile.json_files import places
 
 Frame = Callable[[bytes], bytes]  # a body as a frame
 NUMBERS = (*INTS, 2**63, 2**64 - 1, -(2**31), -(2**63))
@@ -73,10 +74,10 @@ def spoilt(message: Any, dice: Dice) -> bytes:
     """A message as msgpack, with one to three of its places changed, gone, or joined by others."""
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
-        places = list(_places(plain))
-        if not places:
+        found = places(plain)
+        if not found:
             break
-        container, key = dice.choice(places)
+        container, key = dice.choice(found)
         kind = dice.choice(("value", "value", "value", "near", "gone", "more"))
         if kind == "gone":
             del container[key]
@@ -95,20 +96,6 @@ def spoilt(message: Any, dice: Dice) -> bytes:
     ):  # a field that nobody knows, deeper than any stack
         packed = bytes([packed[0] + 1]) + b"\xa1a" + DEEP + packed[1:]
     return packed
-
-
-def _places(plain: Any) -> list[tuple[Any, Any]]:
-    keys = (
-        list(plain)
-        if isinstance(plain, dict)
-        else range(len(plain))
-        if isinstance(plain, list)
-        else []
-    )
-    found = []
-    for key in keys if len(keys) < 60 else [*keys[:20], *keys[-20:]]:
-        found += [(plain, key), *_places(plain[key])]
-    return found
 
 
 def framed(body: bytes) -> bytes:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hostile.binary import words
 from pageturner.server.api.base.body import UNSUPPORTED, RequestBody
 
 Path = tuple[str | int, ...]
@@ -28,21 +29,10 @@ SHORT = {
     "options": {"num_predict": 2},
 }  # of honest answers
 QUERIES = ("limit", "after", "order", "purpose", "stream")
-NUMBERS = (
-    "1" + "0" * 25,
-    "-1",
-    str(2**63),
-    "-" + str(2**63),
-    "1e400",
-    "1" * 5000,
-    "NaN",
-    "2.5",
-    "-0.0",
-    "0",
-)
+NUMBERS = words("json numbers")
 KINDS = ("number", "large", "many", "deep", "repeated", "type", "other tenant")
-TYPES = ("null", "true", "{}", "[]", '""', '"0"', "[[]]", '{"":null}')
-UNITS = ("x", " ", "\\n", "\\u0000", "é", "\\ud800", "日", '\\"', "<|im_start|>", "../")
+TYPES = words("json types")
+UNITS = words("json units")
 
 
 @dataclass(frozen=True, slots=True)

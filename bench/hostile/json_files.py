@@ -9,91 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hostile.binary import INTS, Dice, Mutate, put
+from hostile.binary import INTS, Dice, Mutate, put, words
 
 RAW = "@raw@"  # in front of what is written into JSON as it is
-PATTERNS = (
-    "(a+)+$",
-    "(a|a)*$",
-    "(?:a?){40}a{40}",
-    r"\s+$",
-    "(",
-    "[",
-    "a{99999}{99999}",
-    r"(\w*)*x",
-    "(?R)",
-    r"\g<0>",
-    r"(a)\1+",
-    "",
-    "(?=a)",
-    "x*",
-    "(?:" * 200 + "a" + ")" * 200,
-    "[[:alpha:]&&[^a-z]]+",
-    r"\p{Nope}",
-    "(?i:A+)+",
-    ".*.*.*.*.*.*.*.*.*.*x",
-    "\ud800",
-)
-TEMPLATES = (
-    "{{ 10**5000 }}",
-    "{{ 10**(10**9) }}",
-    "{{ 'a' * 10**12 }}",
-    "{% for" * 9,
-    "{{",
-    "{% if a %}" * 200,
-    "{% for i in a %}" * 25 + "{% endfor %}" * 25,
-    "{{ " + "(" * 500 + ")" * 500 + " }}",
-    "{{ \ud800 }}",
-    "{% set x = [] %}{{ x.append(x) }}{{ x }}",
-    "{{ 'x'|center(10**9) }}",
-    "{% include 'a' %}",
-    "{% extends 'a' %}",
-    "{{ " + "+".join("a" * 3000) + " }}",
-    "x" * 400_000,
-    "{% macro a() %}{% endmacro %}" * 2000,
-    "{% autoescape 10**(10**9) %}{% endautoescape %}",
-    "{{ a" + ".b" * 5000 + " }}",
-    "{{ -" + "-" * 5000 + "1 }}",
-    "{% break %}",
-    "{% generation %}",
-    "{{ 'a' ~ '\x00' }}",
-    "{{ range(10**12) | list }}",
-)
-TEXTS = (
-    "",
-    " ",
-    "a",
-    "\ud800",
-    "\x00",
-    "\x1b[2J\n\n",
-    "x" * 70_000,
-    "../../etc/passwd",
-    "/etc/passwd",
-    "1e999",
-    "<0x0A>",
-    "<0xZZ>",
-    "▁",
-    "é" * 300,
-    *PATTERNS[:3],
-    *TEMPLATES[:3],
-)
-NUMBERS_AS_TEXT = (
-    "1e999",
-    "-1e999",
-    "NaN",
-    "Infinity",
-    "9" * 400,
-    "9" * 5000,
-    "-0",
-    "1E+2",
-    "0.1e-400",
-)
-DEEP = (
-    "[" * 900 + "]" * 900,
-    "[" * 200_000,
-    '{"a":' * 50_000 + "1" + "}" * 50_000,
-    '{"a":1,"a":2}',
-)
+PATTERNS = words("patterns")
+TEMPLATES = words("templates")
+TEXTS = (*words("texts"), *PATTERNS[:3], *TEMPLATES[:3])
+NUMBERS_AS_TEXT = words("numbers")
+DEEP = words("deep")
 
 
 def nasty(dice: Dice) -> Any:
@@ -115,13 +38,9 @@ def nasty(dice: Dice) -> Any:
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """(container, key) of everything in a JSON value; of long lists some."""
-    keys = (
-        list(value)
-        if isinstance(value, dict)
-        else range(len(value))
-        if isinstance(value, list)
-        else []
-    )
+    keys: Any = list(value) if isinstance(value, dict) else []
+    if isinstance(value, list):
+        keys = range(len(value))
     found = []
     for key in keys if len(keys) < 60 else [*keys[:20], *keys[-20:]]:
         found.append((value, key))
@@ -180,30 +99,7 @@ def json_of(name: str, known: dict[str, tuple[Any, ...]] | None = None) -> Mutat
 
 
 CONFIG: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "hidden_size",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-            "max_position_embeddings",
-            "sliding_window",
-            "n_positions",
-            "num_local_experts",
-            "num_experts",
-            "num_experts_per_tok",
-            "seq_length",
-            "decoder_sparse_step",
-            "moe_intermediate_size",
-            "query_pre_attn_scalar",
-            "n_head",
-        ),
-        INTS,
-    ),
+    **dict.fromkeys(words("config sizes"), INTS),
     "max_window_layers": (-(10**18), -1, 10**18),
     "use_sliding_window": (True,),
     "mlp_only_layers": (5, "a", [0.5]),
@@ -232,14 +128,6 @@ CONFIG: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False),
 }
 GENERATION: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "max_new_tokens",
-        "eos_token_id",
-    ),
+    words("generation"),
     (*INTS, RAW + "9" * 400, RAW + "NaN", [10**18], [[0]], [2] * 9000),
 )
