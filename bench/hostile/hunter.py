@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pageturner.server.api.base.body import UNSUPPORTED, RequestBody
+from pageturner.server.api.base.body import RequestBody
+from pageturner.server.api.base.foreign_fields import UNSUPPORTED
 
 Path = tuple[str | int, ...]
 MARK = "\ufdd0hunted"  # stands for the hostile value until a body is written

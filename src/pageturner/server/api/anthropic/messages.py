@@ -36,43 +36,16 @@ from pageturner.server.api.base.answer_parts import (
 )
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import Call, check_model
-from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.dialect import Dialect, no_end
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, Fields, fields_of, value_of
 from pageturner.server.api.base.usage import reasoning_tokens
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import chat
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
-FIELDS = FieldMap(
-    taken=(
-        "messages",
-        "system",
-        "stop_sequences",
-        "metadata",
-        "output_config",
-        "output_format",
-        "thinking",
-        "cache_control",
-        "service_tier",
-        "tools",
-        "tool_choice",
-        "chat_template_kwargs",
-        "context_management",
-        "betas",
-        "inference_geo",
-        "speed",
-    ),
-    same=("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
-    names={
-        "stop": "stop_sequences",
-        "response_format": "output_config.format",
-        "reasoning_effort": "output_config.effort",
-        "thinking_token_budget": "thinking.budget_tokens",
-    },
-    neutral={"mcp_servers": ([],), "container": ()},
-)
+FIELDS = FIELD_MAPS["anthropic"]
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 TOO_LONG = ("context_length_exceeded", "kv_capacity_exceeded")
 
@@ -275,23 +248,16 @@ def failed(_: Reply, error: ClientError) -> bytes:
     )
 
 
-def end(_: Reply, streams: list[OutputStream]) -> bytes:
-    """Nothing: message_stop was the end."""
-    return b""
-
-
 MESSAGES = Dialect(
     id_prefix="msg",
-    shape=ReplyShape(
-        whole_object="message", chunk_object="message", content=lambda text: {"text": text}
-    ),
+    shape=ReplyShape("message"),
     read=read,
     whole=whole,
     chunk=chunk,
     begin=begin,
     alive=PING,
     failed=failed,
-    end=end,
+    end=no_end,
     separator="_",
     decode=decode,
 )

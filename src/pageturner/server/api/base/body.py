@@ -22,7 +22,7 @@ from pageturner.server.admission.limits import (
     check_tokens_json,
     check_values,
 )
-from pageturner.server.api.base.foreign_fields import FOREIGN, FOREIGN_NAMES
+from pageturner.server.api.base.foreign_fields import FOREIGN_NAMES, UNSUPPORTED
 from pageturner.server.api.base.misspelt import Spelling
 
 log = logging.getLogger("pageturner")
@@ -185,16 +185,6 @@ class RequestBody(msgspec.Struct, kw_only=True):
     context: list[int] | None = None
 
 
-# known, and not there yet: field -> values that change nothing and are taken
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "documents": ([],),
-    "modalities": (["text"],),
-    "audio": (),
-    "vllm_xargs": ({},),
-    "spaces_between_special_tokens": (True,),
-} | FOREIGN
 DIALECTS_OWN = frozenset({"embedding", "pairs", "extra", "context"})
 _KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of

@@ -9,6 +9,7 @@ written.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +76,9 @@ class Call:
             for prompt, params in needs
         )
         return most * block_size
+
+
+Reader = Callable[[RequestBody, ServedModel], Call]  # makes the call of a dialect
 
 
 def check_model(body: RequestBody, served: ServedModel) -> None:
@@ -177,9 +181,14 @@ def _check_length(tokens: int, told: str, name: str, served: ServedModel) -> Non
 
 
 def with_max_tokens(
-    params: SamplingParams, length: int, asked: int | None, default: int | None, served: ServedModel
+    params: SamplingParams,
+    length: int,
+    asked: int | None,
+    served: ServedModel,
+    default: int | None = None,
 ) -> SamplingParams:
-    """The parameters with max_tokens resolved. The last token needs no KV. An answer that may use
+    """The parameters with max_tokens resolved; default: of requests that name none, None: the model's.
+    The last token needs no KV. An answer that may use
     the rest of the memory leaves to pinned prefixes what they have, unless that would cost it more
     than half of it."""
     parameters.check_beams(params)
@@ -203,7 +212,8 @@ def with_max_tokens(
             else "kv_capacity_exceeded"
         )
         raise bad_request(code, message, "max_tokens")
-    most = asked if asked is not None else min(default or rest, room)
+    usual = default or served.defaults.get("max_tokens")
+    most = asked if asked is not None else min(usual or rest, room)
     if params.min_tokens > most:
         raise bad_request(
             "invalid_value",

@@ -64,7 +64,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     tokens = truncate_prompt(tokens, body, served, asked or 1)
     prompt = tuple(check_prompt(tokens, "messages", served))
     params, answer = read_answer(params, body, text, served)
-    fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
+    fitted = with_max_tokens(params, len(prompt), asked, served)
     call = Call(body, (prompt,), (fitted,), echoes=chat_fields.echoes(body), answer=answer)
     return with_choices(call, served)
 

@@ -62,7 +62,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or DEFAULT_MAX_TOKENS)
     fitted = {
-        length: with_max_tokens(params, length, asked, DEFAULT_MAX_TOKENS, served)
+        length: with_max_tokens(params, length, asked, served, DEFAULT_MAX_TOKENS)
         for length in set(map(len, prompts))
     }
     call = Call(
@@ -205,7 +205,6 @@ COMPLETIONS = Dialect(
     id_prefix="cmpl",
     shape=ReplyShape(
         whole_object="text_completion",
-        chunk_object="text_completion",
         content=lambda text: {"text": text},
     ),
     read=read,

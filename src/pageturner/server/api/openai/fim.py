@@ -73,6 +73,6 @@ def read_gap(body: RequestBody, served: ServedModel) -> Call:
     params = with_ends(sampling_params(body, served, None), body, served)
     text = check_text(body.prompt, "prompt", body, served)
     prompt = tuple(check_prompt(gap_prompt(text, body, served), "prompt", served))
-    fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
+    fitted = with_max_tokens(params, len(prompt), asked, served)
     call = Call(body=body, prompts=(prompt,), params=(fitted,), only_echoes=nothing)
     return with_choices(call, served)

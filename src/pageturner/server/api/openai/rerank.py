@@ -19,27 +19,17 @@ from pageturner.params import LARGEST, SamplingParams
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import Count, PairOptions, RequestBody, bad_request
 from pageturner.server.api.base.call import Call, check_model, check_text
-from pageturner.server.api.base.dialect import Dialect, no_chunk
+from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
+from pageturner.server.api.openai.embeddings import read_rows
 from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it
 from pageturner.text.output_stream import OutputStream
 
-SAME = (
-    "model",
-    "user",
-    "priority",
-    "cache_salt",
-    "truncate_prompt_tokens",
-    "truncation_side",
-)
-OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
-# fields of others that cut documents into parts, or look at parts of them
-REFUSED = ("rank_fields", "max_chunks_per_doc", "overlap_tokens")
 AT_ONCE = 16  # texts whose prompts are rendered in the event loop
 NOT_NEGATIVE = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
@@ -108,11 +98,6 @@ def _understood(
     pairs: PairOptions,
     limits: RequestLimits,
 ) -> RequestBody:
-    for name in REFUSED:
-        if name in fields:
-            raise bad_request(
-                "unsupported_parameter", f"{name} is not supported: leave it out", name
-            )
     map = field_map(taken)
     body = map.to_openai_request(map.passed_on(fields) | {"prompt": texts, "max_tokens": 1}, limits)
     body.pairs = pairs
@@ -122,14 +107,8 @@ def _understood(
 def field_map(taken: tuple[str, ...]) -> FieldMap:
     """The fields of a body. taken: its own names; the second is that of the documents."""
     names = dict.fromkeys(("prompt", "max_tokens", "n", "beam_width"), taken[1])
-    return FieldMap((*taken, *OWN), SAME, names)
-
-
-def _reader(taken: tuple[str, ...]) -> Any:
-    def read(body: RequestBody, served: ServedModel) -> Call:
-        return field_map(taken).renaming(lambda: _read(body, served))
-
-    return read
+    ours = FIELD_MAPS["pairs"]
+    return msgspec.structs.replace(ours, taken=(*taken, *ours.taken), names=names)
 
 
 def _read(body: RequestBody, served: ServedModel) -> Call:
@@ -162,11 +141,8 @@ def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call
         message = "instruction is for rerank_by yes_no: write it into the query"
         raise bad_request("unsupported_parameter", message, "instruction")
     pairs = msgspec.structs.replace(pairs, by="cosine")
-    call = completions.read(msgspec.structs.replace(body, prompt=texts, pairs=pairs), served)
-    pooled = tuple(
-        replace(one, pooling=pairs.pooling, temperature=0.0, stop_ids=()) for one in call.params
-    )
-    return replace(call, params=pooled, only_echoes=True)
+    body = msgspec.structs.replace(body, prompt=texts, pairs=pairs)
+    return read_rows(body, served, pairs.pooling)
 
 
 def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
@@ -278,20 +254,17 @@ def whole_score(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> In
     return encode({**told, "data": data, "usage": {**_used(streams), "completion_tokens": 0}})
 
 
-_SHAPE = ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text})
 RERANK = Dialect(
     id_prefix="rerank",
-    shape=_SHAPE,
-    read=_reader(("query", "documents")),
+    shape=ReplyShape("list"),
+    read=field_map(("query", "documents")).renames(_read),
     whole=whole_rerank,
-    chunk=no_chunk,
     decode=decode_rerank,
 )
 SCORE = Dialect(
     id_prefix="score",
-    shape=_SHAPE,
-    read=_reader(("text_1", "text_2")),
+    shape=ReplyShape("list"),
+    read=field_map(("text_1", "text_2")).renames(_read),
     whole=whole_score,
-    chunk=no_chunk,
     decode=decode_score,
 )

@@ -32,8 +32,9 @@ from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
 from pageturner.server.admission.limits import LONGEST_NAME
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
-from pageturner.server.api.base.body import MAX_SEED, UNSUPPORTED, RequestBody, SessionFields
+from pageturner.server.api.base.body import MAX_SEED, RequestBody, SessionFields
 from pageturner.server.api.base.call import NUMBERS
+from pageturner.server.api.base.foreign_fields import UNSUPPORTED
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai.chat_fields import RESERVED
 from pageturner.server.sessions import LONGEST
