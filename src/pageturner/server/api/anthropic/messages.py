@@ -155,7 +155,7 @@ def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str
 def _message(
     reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[str, Any]
 ) -> dict[str, Any]:
-    head = {"id": reply.about()["id"], "type": "message", "role": "assistant", "model": reply.model}
+    head = {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model}
     return {**head, "content": content, **why, "usage": usage}
 
 
@@ -165,25 +165,22 @@ def _signature(part: AnswerPart) -> str:
     return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def _tool_use(reply: Reply, part: AnswerPart, input: Any) -> dict[str, Any]:
-    id = call_id(reply, 0, part.call, "toolu_")
-    return {"type": "tool_use", "id": id, "name": part.name, "input": input}
-
-
 def _block(reply: Reply, part: AnswerPart) -> dict[str, Any]:
     """Return one complete content block."""
     if part.kind == CONTENT:
         return {"type": "text", "text": part.text}
     if part.kind == REASONING:
         return {"type": "thinking", "thinking": part.text, "signature": _signature(part)}
-    return _tool_use(reply, part, json_object(part.text) or {})
+    id = call_id(reply, 0, part.call, "toolu_")
+    input = json_object(part.text) or {}
+    return {"type": "tool_use", "id": id, "name": part.name, "input": input}
 
 
 def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
     """The body of an answer that is not streamed."""
     yield
     stream = streams[0]
-    parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
+    parts = parts_of(reply, stream, answer)
     content = [_block(reply, part) for part in parts.parts]
     used = _usage(reply, stream, len(stream.tokens))
     return encode(_message(reply, content, _stopped(reply, stream, parts), used))
@@ -218,11 +215,9 @@ def _block_event(reply: Reply, event: PartEvent) -> bytes:
     """The events of what is new in one block."""
     part, index = event.part, event.part.index
     if event.kind == "begin":
-        empty: dict[str, Any] = {"type": "text", "text": ""}
+        empty = _block(reply, replace(part, texts=[]))
         if part.kind == REASONING:
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
-        elif part.kind == CALL:
-            empty = _tool_use(reply, part, {})
+            empty["signature"] = ""
         return _event("content_block_start", index=index, content_block=empty)
     if event.kind == "more":
         kind, name = DELTAS[part.kind]

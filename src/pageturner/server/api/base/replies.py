@@ -31,6 +31,8 @@ from pageturner.text.receipt import Receipt
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+# fields that whole answers have whatever was asked, as vLLM's have them
+UNASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
 
 TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
@@ -63,8 +65,8 @@ def at_once(parts: InParts[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """The object name in the answers of an API, that of its chunks where it differs, and the place of
-    the text in a chunk that says nothing else; None: no chunk is written so."""
+    """The object name in the answers of an API, that of its chunks where it differs, and the place
+    of the text in a chunk that says nothing else; None: no chunk is written so."""
 
     whole_object: str
     chunk_object: str = ""
@@ -217,10 +219,10 @@ class Reply:
         }
 
     def _template(self) -> EventTemplate | None:
-        content, body = self._shape.content, self.call.body
+        content = self._shape.content
         if content is None or self._ids or self._every_usage:
             return None
-        if self.logprobs is not None or body.prompt_logprobs is not None:
+        if self.logprobs is not None or self.call.body.prompt_logprobs is not None:
             return None
         before, after, mark = [], b"", "\x00"
         for index in range(len(self.call.prompts)):

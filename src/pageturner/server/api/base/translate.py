@@ -17,7 +17,8 @@ import msgspec
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits, check_values
 from pageturner.server.api.base.body import (
-    DIALECTS_OWN,
+    NOT_JSON,
+    OURS,
     RequestBody,
     bad_request,
     body_of,
@@ -30,7 +31,6 @@ T = TypeVar("T")
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
 _NULL = b"null"
-_OURS = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
 
 
 def fields_of(raw: bytes, limits: RequestLimits) -> Fields:
@@ -44,7 +44,7 @@ def fields_within(raw: bytes, name: str) -> Fields:
     """The same of an object within it."""
     try:
         found = _OBJECT.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         said = why_not_json(raw, error)
         raise bad_request("invalid_json", f"{name} must be a JSON object: {said}") from None
     return {key: value for key, value in found.items() if bytes(value) != _NULL}
@@ -58,7 +58,7 @@ def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = No
         return msgspec.json.decode(fields[name], type=kind)
     except msgspec.ValidationError as error:
         raise bad_request("invalid_type", f"{name}: {error}"[:400], name) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         said = why_not_json(bytes(fields[name]), error)
         raise bad_request("invalid_json", f"{name} is not valid JSON: {said}"[:400], name) from None
 
@@ -68,6 +68,26 @@ def content_of(texts: list[str]) -> Any:
     if len(texts) < 2:
         return "".join(texts)
     return [{"type": "text", "text": text} for text in texts]
+
+
+def string_in(block: dict[str, Any], name: str, place: str) -> str:
+    """A field of a block of content, which must be a string. place: where the block stands."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        message = f"{place}.{name} must be a string"
+        raise bad_request("invalid_type", message, place.partition("[")[0])
+    return value
+
+
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """One of the `tool_calls` of a chat message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(id: str, text: str, names: Mapping[Any, Any]) -> dict[str, Any]:
+    """The chat message of a result. names: of the tools that were called, by the ids of calls."""
+    named = {"name": names[id]} if id in names else {}
+    return {"role": "tool", "tool_call_id": id, "content": text, **named}
 
 
 def refuse(
@@ -107,18 +127,19 @@ class FieldMap(msgspec.Struct, frozen=True):
         return frozenset({*self.taken, *self.options, *self.passed_over})
 
     def passed_on(self, fields: Fields) -> dict[str, Any]:
-        """The fields of ours that need no translation: those of `same`, and extra fields, of which
-        `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and
+        """The fields of ours that need no reading here: options, those of `same`, and extra fields,
+        of which `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and
         names the rest in the log. ClientError for fields of another shape, which would be passed
         over."""
         refuse(fields, self.neutral, self.why)
-        strange = fields.keys() & _OURS - EXTRAS - self.own - {*self.same}
+        strange = fields.keys() & OURS - EXTRAS - self.own - {*self.same}
         if strange:
             name = min(strange)
             raise bad_request(
                 "unsupported_parameter", f"{name} is not a field here: leave it out", name
             )
-        return {name: value for name, value in fields.items() if name not in self.own}
+        same = {name: value for name, value in fields.items() if name not in self.own}
+        return same | self.optional(fields)
 
     def optional(self, fields: Fields) -> dict[str, Any]:
         """The fields of ours that its options are. The log names those that are passed over."""

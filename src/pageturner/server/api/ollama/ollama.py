@@ -37,12 +37,18 @@ from pageturner.server.api.base.call import (
     check_model,
     check_prompt,
     check_text,
+    finished,
     sampling_params,
-    with_choices,
     with_max_tokens,
 )
 from pageturner.server.api.base.dialect import Dialect, no_end
-from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, TokenLogprob, encode
+from pageturner.server.api.base.replies import (
+    InParts,
+    Reply,
+    ReplyShape,
+    TokenLogprob,
+    encode,
+)
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import (
     FIELD_MAPS,
@@ -226,8 +232,7 @@ def _read_text(body: RequestBody, served: ServedModel) -> Call:
     check_text(text, "prompt", body, served)
     tokens = served.tokenizer.encode(text, add_special=True, parse_special=True)
     prompt = tuple(check_prompt(tokens, "prompt", served))
-    fitted = with_max_tokens(params, len(prompt), body.max_tokens, served)
-    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
+    return finished(Call(body, (prompt,), (params,)), body.max_tokens, served)
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -330,9 +335,8 @@ def _dialect(
     def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
         yield
         stream = streams[0]
-        parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
-        known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
-        told = _logprobs(reply, known[: len(known) - stream.hidden])
+        parts = parts_of(reply, stream, answer)
+        told = _logprobs(reply, chat.known_of(stream))
         line = _whole_said(reply, parts, said) | told | context(stream)
         return _line(reply.model, line, stream)
 

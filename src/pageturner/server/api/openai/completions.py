@@ -17,13 +17,13 @@ from pageturner.server.api.base.call import (
     check_model,
     check_prompt,
     check_text,
+    finished,
     sampling_params,
     truncate_prompt,
-    with_choices,
-    with_max_tokens,
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
+    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -33,7 +33,7 @@ from pageturner.server.api.base.replies import (
     json_list,
 )
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.whole_answer import UNASKED, WholeAnswer
+from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.fim import check_gap, gap_prompt, with_ends
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
@@ -61,18 +61,14 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or DEFAULT_MAX_TOKENS)
-    fitted = {
-        length: with_max_tokens(params, length, asked, served, DEFAULT_MAX_TOKENS)
-        for length in set(map(len, prompts))
-    }
     call = Call(
         body=body,
         prompts=prompts,
-        params=tuple(fitted[len(prompt)] for prompt in prompts),
+        params=(params,),
         echoes=texts if body.echo else (),
         only_echoes=only_echoes,
     )
-    return with_choices(call, served)
+    return finished(call, asked, served, DEFAULT_MAX_TOKENS)
 
 
 def _prompts(
@@ -87,21 +83,19 @@ def _prompts(
     special = body.add_special_tokens is not False
     found, texts = [], []
     for one in several:
-        if isinstance(one, str):
-            text = check_text(one, "prompt", body, served)
-            tokens = (
-                gap_prompt(text, body, served)
-                if body.suffix
-                else served.tokenizer.encode(text, add_special=special, parse_special=True)
-            )
-        elif isinstance(one, list) and _is_ids(one):
-            tokens = gap_prompt(one, body, served) if body.suffix else one
-        else:
+        if not isinstance(one, str) and not (isinstance(one, list) and _is_ids(one)):
             raise bad_request(
                 "invalid_type",
                 "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
                 "prompt",
             )
+        if isinstance(one, str):
+            check_text(one, "prompt", body, served)
+        tokens: Any = one
+        if body.suffix:
+            tokens = gap_prompt(one, body, served)
+        elif isinstance(one, str):
+            tokens = served.tokenizer.encode(one, add_special=special, parse_special=True)
         kept = check_prompt(truncate_prompt(tokens, body, served, answer), "prompt", served)
         found.append(tuple(kept))
         if body.echo:

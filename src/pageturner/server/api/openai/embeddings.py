@@ -74,8 +74,9 @@ def whole(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[
         yield
     prompt = sum(len(stream.request.prompt) for stream in streams)
     used = {"prompt_tokens": prompt, "total_tokens": prompt}
-    id = reply.about()["id"]
-    return encode({"id": id, "object": "list", "data": rows, "model": reply.model, "usage": used})
+    return encode(
+        {"id": reply.id, "object": "list", "data": rows, "model": reply.model, "usage": used}
+    )
 
 
 def row_of(reply: Reply, stream: OutputStream) -> list[float]:

@@ -15,7 +15,7 @@ from pageturner.errors import ClientError
 from pageturner.http.error_responses import error_body
 from pageturner.http.responses import sse_event
 from pageturner.server.admission.limits import RequestLimits
-from pageturner.server.api.base.body import ExtraFile, RequestBody, bad_request
+from pageturner.server.api.base.body import NOT_JSON, ExtraFile, RequestBody, bad_request
 from pageturner.server.api.base.dialect import Dialect, no_end
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.translate import FIELD_MAPS, Fields, fields_of, value_of
@@ -31,7 +31,7 @@ STOP_TYPES = {"length": "limit", "stop": "eos"}
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a prompt and a suffix."""
     fields = fields_of(raw, limits)
-    ours = FIELDS.passed_on(fields) | FIELDS.optional(fields)
+    ours = FIELDS.passed_on(fields)
     prefix, typed = value_of(fields, "input_prefix", str, ""), value_of(fields, "prompt", str, "")
     extra = _extra(fields)
     for name, unset in (("n_predict", -1), ("seed", -1)):  # as long as there is room; drawn
@@ -48,7 +48,7 @@ def _extra(fields: Fields) -> list[ExtraFile]:
         return []
     try:
         return msgspec.json.decode(fields["input_extra"], type=list[ExtraFile])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         message = f"input_extra is a list of objects with a text and a filename: {error}"[:400]
         raise bad_request("invalid_type", message, "input_extra") from None
 

@@ -72,15 +72,12 @@ def _texts(fields: Fields, name: str) -> list[str]:
     if name not in fields:
         raise bad_request("missing_field", f"{name} is missing", name)
     given = value_of(fields, name, str | list[str | dict[str, Any]])
-    texts = [one.get("text") if isinstance(one, dict) else one for one in _listed(given)]
+    listed = [given] if isinstance(given, str) else given
+    texts = [one.get("text") if isinstance(one, dict) else one for one in listed]
     if not texts or not all(isinstance(text, str) for text in texts):
         message = f'{name} is a text or a list of texts, each plain or as {{"text": ...}}'
         raise bad_request("invalid_value", message, name)
     return [str(text) for text in texts]
-
-
-def _listed(given: str | list[Any]) -> list[Any]:
-    return [given] if isinstance(given, str) else given
 
 
 def _pairs(fields: Fields, **known: Any) -> PairOptions:
@@ -128,11 +125,9 @@ def _read(body: RequestBody, served: ServedModel) -> Call:
 def _cut(text: str, most: int, served: ServedModel) -> str:
     """The beginning of a text, as so many tokens write it."""
     tokens = served.tokenizer.encode(text, add_special=False, parse_special=True)
-    return (
-        text
-        if len(tokens) <= most
-        else served.tokenizer.decode_whole(tokens[:most], skip_special=False)
-    )
+    if len(tokens) <= most:
+        return text
+    return served.tokenizer.decode_whole(tokens[:most], skip_special=False)
 
 
 def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
@@ -231,12 +226,12 @@ def whole_rerank(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> I
             [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in best]
         )
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
-    for result in results if pairs.documents is not None else ():
-        result["document"] = {"text": pairs.documents[result["index"]]} if pairs.documents else None
-    id = reply.about()["id"]
+    if pairs.documents is not None:
+        for result in results:
+            result["document"] = {"text": pairs.documents[result["index"]]}
     return encode(
         {
-            "id": id,
+            "id": reply.id,
             "object": "list",
             "model": reply.model,
             "results": results,
@@ -249,9 +244,9 @@ def whole_score(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> In
     """The scores, pair by pair."""
     scores = yield from _scores(reply, streams)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-    about = reply.about()
-    told = {"id": about["id"], "object": "list", "created": about["created"], "model": reply.model}
-    return encode({**told, "data": data, "usage": {**_used(streams), "completion_tokens": 0}})
+    used = {**_used(streams), "completion_tokens": 0}
+    about = {"id": reply.id, "object": "list", "created": reply.about()["created"]}
+    return encode({**about, "model": reply.model, "data": data, "usage": used})
 
 
 RERANK = Dialect(

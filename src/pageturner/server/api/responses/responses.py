@@ -32,8 +32,6 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         raise bad_request(
             "unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include"
         )
-    if "max_output_tokens" in fields:
-        ours["max_tokens"] = fields["max_output_tokens"]
     if (form := _format(fields)) is not None:
         ours["response_format"] = form
     effort = value_of(fields, "reasoning", dict[str, Any], {}).get("effort")
