@@ -33,7 +33,7 @@ from pageturner.http.request_info import SAFE_ID
 from pageturner.server.adapters import LoadBody, UnloadBody
 from pageturner.server.api.anthropic import messages
 from pageturner.server.api.base.answer_grammar import formats_of
-from pageturner.server.api.base.body import DIALECTS_OWN, EmbeddingOptions, RequestBody
+from pageturner.server.api.base.body import OURS, EmbeddingOptions
 from pageturner.server.api.base.foreign_fields import UNSUPPORTED
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import EXTRAS, FIELD_MAPS, FieldMap
@@ -182,8 +182,7 @@ def _with_extras(body: Schema, dialect: FieldMap, known: Properties) -> Properti
     own: Properties = body["properties"]
     own |= dict.fromkeys(sorted(dialect.own - own.keys()), ANYTHING)
     needed = {*body.get("required", ())}.union(*(way["required"] for way in body.get("anyOf", ())))
-    ours = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
-    strange = ours - EXTRAS - own.keys() - {*dialect.same}
+    strange = OURS - EXTRAS - own.keys() - {*dialect.same}
     return {
         **neutral_schemas(UNSUPPORTED),
         **neutral_schemas(dict.fromkeys(sorted(strange), ())),
