@@ -172,7 +172,7 @@ def _block(reply: Reply, part: AnswerPart) -> dict[str, Any]:
     if part.kind == REASONING:
         return {"type": "thinking", "thinking": part.text, "signature": _signature(part)}
     id = call_id(reply, 0, part.call, "toolu_")
-    input = json_object(part.text) or {}
+    input: Any = json_object(part.text) or {}
     return {"type": "tool_use", "id": id, "name": part.name, "input": input}
 
 

@@ -10,27 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pageturner.errors import ClientError
-from pageturner.http.error_responses import error_body
-from pageturner.http.responses import sse_event
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import RequestBody, decode
 from pageturner.server.api.base.call import Reader
-from pageturner.server.api.base.replies import DONE, InParts, Reply, ReplyShape
+from pageturner.server.api.base.replies import InParts, Reply, ReplyShape
 from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.openai.openai_streams import ended_stream, failed_stream
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which no client takes for anything
-
-
-def failed_stream(_: Reply, error: ClientError) -> bytes:
-    """Return the end of an OpenAI stream that failed: an error event, and the `[DONE]` mark."""
-    return sse_event(error_body(error.status, error.code, error.message)) + DONE
-
-
-def ended_stream(reply: Reply, streams: list[OutputStream]) -> bytes:
-    """Return the end of an OpenAI stream that is complete: usage if it is wanted, and the mark."""
-    return (reply.last_usage(streams) if reply.call.options.include_usage else b"") + DONE
 
 
 def no_chunk(reply: Reply, piece: OutputPiece) -> bytes:

@@ -31,8 +31,6 @@ from pageturner.text.receipt import Receipt
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-# fields that whole answers have whatever was asked, as vLLM's have them
-UNASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
 
 TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
@@ -220,18 +218,12 @@ class Reply:
 
     def _template(self) -> EventTemplate | None:
         content = self._shape.content
-        if content is None or self._ids or self._every_usage:
-            return None
-        if self.logprobs is not None or self.call.body.prompt_logprobs is not None:
+        bare = self.logprobs is None and self.call.body.prompt_logprobs is None
+        if content is None or self._ids or self._every_usage or not bare:
             return None
         before, after, mark = [], b"", "\x00"
         for index in range(len(self.call.prompts)):
-            choice = {
-                "index": index,
-                **content(mark),
-                "logprobs": None,
-                "finish_reason": None,
-            }
+            choice = {"index": index, **content(mark), "logprobs": None, "finish_reason": None}
             head, _, after = self.event([choice], None).partition(encode(mark))
             before.append(head)
         return EventTemplate(tuple(before), after)

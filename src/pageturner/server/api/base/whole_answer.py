@@ -9,6 +9,9 @@ import asyncio
 
 from pageturner.text.output_stream import OutputPiece
 
+# fields that whole answers have whatever was asked, as vLLM's have them
+UNASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
+
 
 class WholeAnswer:
     """Waits for the end of `count` streams and keeps their text: the answer that is not

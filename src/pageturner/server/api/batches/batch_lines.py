@@ -127,7 +127,9 @@ def _why(raw: bytes, error: Exception) -> tuple[str, str, str | None]:
 def custom_id_of(raw: bytes) -> str | None:
     """The custom_id of a line that need not be good; None where it has none."""
     line = json_or_none(raw, _OnlyId)
-    return line and line.custom_id[:LONGEST_ID]
+    if line is None:
+        return None
+    return line.custom_id[:LONGEST_ID]
 
 
 def question_of(raw: bytes, line: int) -> Question:

@@ -15,9 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -54,6 +52,7 @@ from pageturner.server.api.batches.batch_lines import (
     twice,
     unanswered_line,
 )
+from pageturner.server.api.batches.disk_thread import DiskThread
 
 log = logging.getLogger("pageturner")
 P = ParamSpec("P")
@@ -130,7 +129,7 @@ class BatchRunner:
         self._ask = ask
         self._room = room
         self._most = most
-        self._thread = ThreadPoolExecutor(1, "batches")
+        self._thread = DiskThread("batches")
         self._batches: dict[str, RunningBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unsaved: list[tuple[int, LineResult]] = []
@@ -144,11 +143,8 @@ class BatchRunner:
         return len(self._held)
 
     async def do(self, work: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
-        """Have it done by the thread that may wait for the disk, after all that was given to it
-        before. Cancelling the caller does not stop the work."""
-        doing = partial(work, *what, **more)
-        loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._thread, doing))
+        """Have it done by the thread that may wait for the disk."""
+        return await self._thread.do(work, *what, **more)
 
     # -- life --------------------------------------------------------------------------------------
     async def resume(self) -> None:
@@ -191,7 +187,7 @@ class BatchRunner:
             await asyncio.gather(self._saver, return_exceptions=True)
         with contextlib.suppress(JournalError):
             await self._save_now()
-        self._thread.shutdown()
+        self._thread.close()
 
     # -- one batch ---------------------------------------------------------------------------------
     async def _run(self, batch: RunningBatch) -> None:

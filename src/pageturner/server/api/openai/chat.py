@@ -24,7 +24,6 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
-    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -34,7 +33,7 @@ from pageturner.server.api.base.replies import (
     json_list,
 )
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.base.whole_answer import UNASKED, WholeAnswer
 from pageturner.server.api.openai import chat_fields
 from pageturner.server.api.openai.chat_answer import events, finish_reason, message
 from pageturner.server.api.openai.chat_fields import chat_prompt, read_answer, with_request_template

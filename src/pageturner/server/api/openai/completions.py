@@ -23,7 +23,6 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
-    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -33,7 +32,7 @@ from pageturner.server.api.base.replies import (
     json_list,
 )
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.base.whole_answer import UNASKED, WholeAnswer
 from pageturner.server.api.openai.fim import check_gap, gap_prompt, with_ends
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
@@ -100,7 +99,7 @@ def _prompts(
         found.append(tuple(kept))
         if body.echo:
             whole = isinstance(one, str) and len(kept) == len(tokens)
-            texts.append(one if whole else decode_tokens(served.tokenizer, kept))
+            texts.append(str(one) if whole else decode_tokens(served.tokenizer, kept))
     return tuple(found), tuple(texts)
 
 
