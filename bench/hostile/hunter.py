@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hostile.binary import words
-from pageturner.server.api.base.body import UNSUPPORTED, RequestBody
+from pageturner.server.api.base.body import RequestBody
+from pageturner.server.api.base.foreign_fields import UNSUPPORTED
 
 Path = tuple[str | int, ...]
 MARK = "\ufdd0hunted"  # stands for the hostile value until a body is written

@@ -15,7 +15,7 @@ from pageturner.config import settings as config
 from pageturner.errors import EngineFault
 from pageturner.formats.generation_config import read_generation
 from pageturner.server import server
-from pageturner.server.api.base import keep_alive
+from pageturner.server.api.base import generate
 from pageturner.server.engine_client.process import engine_command
 
 
@@ -23,7 +23,7 @@ def main() -> int:
     from server.bytes_tokenizer import BytesTokenizer
 
     if soon := os.environ.get("FAKE_ALIVE_SECONDS"):
-        keep_alive.ALIVE_SECONDS = float(soon)
+        generate.ALIVE_SECONDS = float(soon)
     parser = argparse.ArgumentParser()
     server.add_arguments(parser)
     arguments = parser.parse_args()

@@ -23,17 +23,16 @@ from pageturner.server.api.batches.batch_journal import (
     BatchRecord,
     FileRecord,
     Journal,
+    JournalError,
     LineResult,
     NewLine,
+    write_whole,
 )
 from pageturner.server.api.batches.batch_lines import twice
-from pageturner.server.api.batches.durable_files import JournalError, write_whole
 
 
 def begun(journal: Journal, id: str = "batch_1") -> BatchRecord:
-    return journal.create(
-        id, tenant="", key="", endpoint="", input="file-1", window="24h", metadata=None, expires=0
-    )
+    return journal.create(BatchRecord(id, input="file-1", window="24h"))
 
 
 def lines(first: int, n: int) -> list[NewLine]:

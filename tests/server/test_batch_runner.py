@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 from pageturner.server.api.batches import batch_runner
-from pageturner.server.api.batches.batch_journal import BatchRecord, FileRecord, Journal
+from pageturner.server.api.batches.batch_journal import (
+    BatchRecord,
+    FileRecord,
+    Journal,
+    JournalError,
+)
 from pageturner.server.api.batches.batch_lines import Answered, Question
 from pageturner.server.api.batches.batch_runner import BatchPaths, BatchRunner
-from pageturner.server.api.batches.durable_files import JournalError
 
 Answer = Callable[[str], Awaitable[Answered]]
 WINDOW = 4
@@ -31,7 +35,7 @@ class Bench:
             self.input.write_bytes(b"".join(self.line(i) for i in range(n)))
         self.journal = Journal(folder / "journal")
         self.record = self.journal.batch("b") or self.journal.create(
-            "b", tenant="", key="", endpoint="", input="", window="", metadata=None, expires=expires
+            BatchRecord("b", expires=expires)
         )
         paths = BatchPaths(lambda _: self.input, self.written)
         self.asked: list[str] = []
@@ -242,9 +246,7 @@ async def test_a_batch_that_must_wait_holds_up_no_other(tmp_path: Path) -> None:
     bench = Bench(tmp_path, answer, 50)
     slow = tmp_path / "slow.jsonl"
     slow.write_bytes(bench.input.read_bytes().replace(b'"prompt": "', b'"prompt": "slow'))
-    other = bench.journal.create(
-        "slow", tenant="", key="", endpoint="", input="", window="", metadata=None, expires=0
-    )
+    other = bench.journal.create(BatchRecord("slow"))
     paths = BatchPaths(lambda record: slow if record.id == "slow" else bench.input, bench.written)
     runner = BatchRunner(bench.journal, paths, bench.ask, lambda busy: WINDOW - busy, 10_000)
     bench.runner = runner

@@ -89,8 +89,9 @@ def test_a_long_answer_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         whole_answer.done.set_result(None)
         asks: Any = SimpleNamespace(call=SimpleNamespace(body=RequestBody()))
         dialect: Any = SimpleNamespace(whole=long)
-        answer = generate.Answer([], dialect, asks, open_streams=None, receipts=None, memory=None)  # type: ignore[arg-type]
-        await answer.send_whole(whole_answer, left, send, RequestInfo("id"))
+        service: Any = SimpleNamespace(memory=None)
+        answer = generate.Answer([], dialect, asks, service, RequestInfo("id"))
+        await answer.send_whole(whole_answer, left, send)
 
     asyncio.run(check())
     assert b"".join(one["body"] for one in sent[1:]) == content

@@ -37,7 +37,13 @@ def canonical_path(path: str) -> str:
     return path
 
 
-def again(raw: bytes, receive: Receive) -> Receive:
+async def stays() -> Message:
+    """Receive callable of a client that never sends or disconnects."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def again(raw: bytes, receive: Receive = stays) -> Receive:
     """A body that was read already, once more, and then what else comes."""
     bodies = [raw]
 

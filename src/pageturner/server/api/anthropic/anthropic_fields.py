@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from pageturner.server.api.base.body import bad_request
-from pageturner.server.api.base.translate import Fields, content_of, value_of
+from pageturner.server.api.base.translate import (
+    Fields,
+    content_of,
+    string_in,
+    tool_call,
+    tool_result,
+    value_of,
+)
 
 log = logging.getLogger("pageturner")
 ROLES = ("user", "assistant", "system")
@@ -65,8 +72,7 @@ def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
         )
         message = f"tools[{i}]: {what}: send a name, a description and an input_schema"
         raise bad_request("unsupported_parameter", message.replace("it: send", "send"), "tools")
-    named = (("name", "name"), ("description", "description"), ("strict", "strict"))
-    function = {ours: tool[theirs] for theirs, ours in named if theirs in tool}
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
@@ -122,17 +128,16 @@ def _turn(content: list[Any], where: str, names: dict[Any, Any]) -> dict[str, An
     calls: list[dict[str, Any]] = []
     for kind, block, place in _blocks(content, where):
         if kind == "thinking":
-            thoughts.append(_string(block, "thinking", place))
+            thoughts.append(string_in(block, "thinking", place))
         elif kind == "tool_use":
-            name, arguments = _string(block, "name", place), block.get("input", {})
+            name, arguments = string_in(block, "name", place), block.get("input", {})
             if not isinstance(arguments, dict):
                 raise bad_request("invalid_type", f"{place}.input must be an object", "messages")
-            id = _string(block, "id", place)
+            id = string_in(block, "id", place)
             names[id] = name
-            function = {"name": name, "arguments": arguments}
-            calls.append({"id": id, "type": "function", "function": function})
-        elif kind not in UNREAD:
-            texts.append(_string(_only_text(kind, block, place), "text", place))
+            calls.append(tool_call(id, name, arguments))
+        else:
+            texts += _text(kind, block, place)
     turn: dict[str, Any] = {"role": "assistant", "content": content_of(texts)}
     turn |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return turn | ({"tool_calls": calls} if calls else {})
@@ -146,9 +151,7 @@ def _said(
     told = False
     for kind, block, place in _blocks(content, where):
         if kind != "tool_result":
-            texts += (
-                [] if kind in UNREAD else [_string(_only_text(kind, block, place), "text", place)]
-            )
+            texts += _text(kind, block, place)
             continue
         if texts:
             yield {"role": role, "content": content_of(texts)}
@@ -160,48 +163,34 @@ def _said(
 
 
 def _result(block: dict[str, Any], place: str, names: dict[Any, Any]) -> dict[str, Any]:
-    id = _string(block, "tool_use_id", place)
+    id = string_in(block, "tool_use_id", place)
     text = "\n".join(_texts(block.get("content") or "", f"{place}.content"))
     if block.get("is_error"):
         text = f"Error: {text}"  # templates know nothing of it
-    result = {"role": "tool", "tool_call_id": id, "content": text}
-    return result | ({"name": names[id]} if id in names else {})
+    return tool_result(id, text, names)
 
 
 def _texts(content: Any, where: str) -> list[str]:
     """The texts of some content: a string, or blocks."""
     if isinstance(content, str):
         return [content]
-    if not isinstance(content, list):
+    return [text for block in _blocks(content, where) for text in _text(*block)]
+
+
+def _blocks(content: Any, where: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Kind, block and place."""
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         name = where.partition("[")[0]
         raise bad_request("invalid_type", f"{where} must be a string or a list of blocks", name)
-    return [
-        _string(_only_text(kind, block, place), "text", place)
-        for kind, block, place in _blocks(content, where)
-        if kind not in UNREAD
-    ]
-
-
-def _blocks(content: list[Any], where: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Kind, block and place."""
     for i, block in enumerate(content):
-        if not isinstance(block, dict):
-            name = where.partition("[")[0]
-            raise bad_request("invalid_type", f"{where} must be a string or a list of blocks", name)
         yield str(block.get("type")), block, f"{where}[{i}]"
 
 
-def _only_text(kind: str, block: dict[str, Any], place: str) -> dict[str, Any]:
+def _text(kind: str, block: dict[str, Any], place: str) -> list[str]:
+    """The text of a block; nothing where nobody has it."""
+    if kind in UNREAD:
+        return []
     if kind == "text":
-        return block
+        return [string_in(block, "text", place)]
     message = f"{place}: blocks of type {kind[:40]!r} are not supported here, only text"
     raise bad_request("unsupported_parameter", message, place.partition("[")[0])
-
-
-def _string(block: dict[str, Any], name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise bad_request(
-            "invalid_type", f"{place}.{name} must be a string", place.partition("[")[0]
-        )
-    return value

@@ -36,43 +36,16 @@ from pageturner.server.api.base.answer_parts import (
 )
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import Call, check_model
-from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.dialect import Dialect, no_end
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, Fields, fields_of, value_of
 from pageturner.server.api.base.usage import reasoning_tokens
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import chat
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
-FIELDS = FieldMap(
-    taken=(
-        "messages",
-        "system",
-        "stop_sequences",
-        "metadata",
-        "output_config",
-        "output_format",
-        "thinking",
-        "cache_control",
-        "service_tier",
-        "tools",
-        "tool_choice",
-        "chat_template_kwargs",
-        "context_management",
-        "betas",
-        "inference_geo",
-        "speed",
-    ),
-    same=("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
-    names={
-        "stop": "stop_sequences",
-        "response_format": "output_config.format",
-        "reasoning_effort": "output_config.effort",
-        "thinking_token_budget": "thinking.budget_tokens",
-    },
-    neutral={"mcp_servers": ([],), "container": ()},
-)
+FIELDS = FIELD_MAPS["anthropic"]
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 TOO_LONG = ("context_length_exceeded", "kv_capacity_exceeded")
 
@@ -182,7 +155,7 @@ def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str
 def _message(
     reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[str, Any]
 ) -> dict[str, Any]:
-    head = {"id": reply.about()["id"], "type": "message", "role": "assistant", "model": reply.model}
+    head = {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model}
     return {**head, "content": content, **why, "usage": usage}
 
 
@@ -192,25 +165,22 @@ def _signature(part: AnswerPart) -> str:
     return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def _tool_use(reply: Reply, part: AnswerPart, input: Any) -> dict[str, Any]:
-    id = call_id(reply, 0, part.call, "toolu_")
-    return {"type": "tool_use", "id": id, "name": part.name, "input": input}
-
-
 def _block(reply: Reply, part: AnswerPart) -> dict[str, Any]:
     """Return one complete content block."""
     if part.kind == CONTENT:
         return {"type": "text", "text": part.text}
     if part.kind == REASONING:
         return {"type": "thinking", "thinking": part.text, "signature": _signature(part)}
-    return _tool_use(reply, part, json_object(part.text) or {})
+    id = call_id(reply, 0, part.call, "toolu_")
+    input: Any = json_object(part.text) or {}
+    return {"type": "tool_use", "id": id, "name": part.name, "input": input}
 
 
 def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
     """The body of an answer that is not streamed."""
     yield
     stream = streams[0]
-    parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
+    parts = parts_of(reply, stream, answer)
     content = [_block(reply, part) for part in parts.parts]
     used = _usage(reply, stream, len(stream.tokens))
     return encode(_message(reply, content, _stopped(reply, stream, parts), used))
@@ -245,11 +215,9 @@ def _block_event(reply: Reply, event: PartEvent) -> bytes:
     """The events of what is new in one block."""
     part, index = event.part, event.part.index
     if event.kind == "begin":
-        empty: dict[str, Any] = {"type": "text", "text": ""}
+        empty = _block(reply, replace(part, texts=[]))
         if part.kind == REASONING:
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
-        elif part.kind == CALL:
-            empty = _tool_use(reply, part, {})
+            empty["signature"] = ""
         return _event("content_block_start", index=index, content_block=empty)
     if event.kind == "more":
         kind, name = DELTAS[part.kind]
@@ -275,23 +243,16 @@ def failed(_: Reply, error: ClientError) -> bytes:
     )
 
 
-def end(_: Reply, streams: list[OutputStream]) -> bytes:
-    """Nothing: message_stop was the end."""
-    return b""
-
-
 MESSAGES = Dialect(
     id_prefix="msg",
-    shape=ReplyShape(
-        whole_object="message", chunk_object="message", content=lambda text: {"text": text}
-    ),
+    shape=ReplyShape("message"),
     read=read,
     whole=whole,
     chunk=chunk,
     begin=begin,
     alive=PING,
     failed=failed,
-    end=end,
+    end=no_end,
     separator="_",
     decode=decode,
 )

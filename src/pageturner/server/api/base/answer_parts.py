@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from pageturner.server.api.base.replies import Reply
+from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.text.answer_format import HARMONY, AnswerFormat, AnswerReader
 from pageturner.text.output_stream import OutputPiece, OutputStream
 from pageturner.text.tool_formats import tool_format
@@ -103,11 +104,11 @@ class AnswerParts:
         return [PartEvent("end", self.parts[-1])]
 
 
-def parts_of(reply: Reply, stream: OutputStream, text: str, offsets: list[int]) -> AnswerParts:
-    """The parts of a whole answer. offsets: as WholeAnswer has them."""
+def parts_of(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> AnswerParts:
+    """The parts of one choice of a whole answer."""
     parts, reader = AnswerParts(), reader_of(reply, stream)
-    reader.note(*offsets)
-    parts.read(reader, text, True, stream.finish)
+    reader.note(*answer.offsets[stream.choice])
+    parts.read(reader, answer.texts[stream.choice], True, stream.finish)
     return parts
 
 

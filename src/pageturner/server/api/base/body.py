@@ -22,7 +22,7 @@ from pageturner.server.admission.limits import (
     check_tokens_json,
     check_values,
 )
-from pageturner.server.api.base.foreign_fields import FOREIGN, FOREIGN_NAMES
+from pageturner.server.api.base.foreign_fields import FOREIGN_NAMES, UNSUPPORTED
 from pageturner.server.api.base.misspelt import Spelling
 
 log = logging.getLogger("pageturner")
@@ -31,6 +31,7 @@ MAX_VALUES = 1 << 16  # in the body of a small endpoint
 MAX_NUMBER = 2**63 - 1
 MAX_SEED = 2**64 - 1
 MAX_EXACT = 2**53  # of the whole numbers that a double can tell apart
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # say that bytes are not
 MAX_NEUTRAL = 64  # bytes of a value that changes nothing
 MAX_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
 SMALL = 1024  # bytes of a body that cannot hold too much of anything
@@ -185,18 +186,9 @@ class RequestBody(msgspec.Struct, kw_only=True):
     context: list[int] | None = None
 
 
-# known, and not there yet: field -> values that change nothing and are taken
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "documents": ([],),
-    "modalities": (["text"],),
-    "audio": (),
-    "vllm_xargs": ({},),
-    "spaces_between_special_tokens": (True,),
-} | FOREIGN
 DIALECTS_OWN = frozenset({"embedding", "pairs", "extra", "context"})
-_KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
+OURS = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
+_KNOWN = OURS | UNSUPPORTED.keys()
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of
 # it
 _Fields = msgspec.defstruct(
@@ -250,7 +242,7 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
         fields = _OBJECT.decode(raw) if len(raw) <= NAMED else _known(raw)
     except msgspec.ValidationError:
         raise bad_request("invalid_json", "the body must be a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise bad_request(
             "invalid_json", f"the body is not valid JSON: {why_not_json(raw, error)}"
         ) from None
@@ -347,7 +339,7 @@ def _value(name: str, raw: bytes) -> Any:
         raise bad_request(
             "invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise bad_request(
             "invalid_json", f"{name} is not valid JSON: {why_not_json(raw, error)}", name
         ) from None
@@ -371,7 +363,15 @@ def with_whole_numbers(raw: bytes, kind: Any) -> Any:
     """Decode JSON as this type, accepting whole numbers written as 2.0; None if it does not fit."""
     try:
         return msgspec.convert(_ANYTHING.decode(raw), kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
+        return None
+
+
+def json_or_none(raw: bytes, kind: type[T]) -> T | None:
+    """JSON as this type; None where it is no such JSON."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except NOT_JSON:
         return None
 
 
@@ -419,13 +419,11 @@ def convert(raw: bytes, kind: type[T], most: int = MAX_VALUES) -> T:
     check_values(raw, most, "the body")
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
+    except NOT_JSON as error:
         found: T | None = with_whole_numbers(raw, kind)
         if found is None:
             raise bad_request("invalid_json", str(error)) from None
         return found
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", str(error)) from None
 
 
 def _printable(name: str) -> str:

@@ -9,6 +9,7 @@ written.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,18 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+
+# field -> values that are taken where there is no beam search, and where there is
+NEUTRAL_WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+}
+NEUTRAL_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,9 @@ class Call:
         return most * block_size
 
 
+Reader = Callable[[RequestBody, ServedModel], Call]  # makes the call of a dialect
+
+
 def check_model(body: RequestBody, served: ServedModel) -> None:
     names = (served.model, *served.names)
     if body.model and body.model not in names:  # some clients send "" where none was chosen
@@ -87,9 +103,17 @@ def check_model(body: RequestBody, served: ServedModel) -> None:
         raise ClientError(404, "model_not_found", message, "model")
 
 
-def with_choices(call: Call, served: ServedModel) -> Call:
-    """The call with the n, or best_of, choices of each prompt that its body asks for."""
-    wanted = call.params[0]
+def finished(
+    call: Call, asked: int | None, served: ServedModel, default: int | None = None
+) -> Call:
+    """The call with max_tokens of each prompt resolved, and with the n, or best_of, choices of each
+    prompt that its body asks for. call: has the parameters of all prompts; asked, default: see
+    `with_max_tokens`."""
+    [wanted] = call.params
+    fitted = {
+        length: with_max_tokens(wanted, length, asked, served, default)
+        for length in set(map(len, call.prompts))
+    }
     made, kept = parameters.answer_counts(
         call.body.n, call.body.best_of, wanted.beam_width, served.slots
     )
@@ -100,9 +124,9 @@ def with_choices(call: Call, served: ServedModel) -> Call:
             "best_of above n is known at the end only: leave stream away",
             "best_of",
         )
-    params = call.params
+    params = [fitted[len(prompt)] for prompt in call.prompts]
     if made > kept:  # what they are ranked by
-        params = tuple(replace(one, logprobs=one.logprobs or 0) for one in params)
+        params = [replace(one, logprobs=one.logprobs or 0) for one in params]
     longest, lengths = max(params, key=_max_tokens), [len(prompt) for prompt in call.prompts]
     limits.check_price(longest, lengths, max(made, wanted.beam_width), served.limits)
     return replace(
@@ -113,7 +137,7 @@ def with_choices(call: Call, served: ServedModel) -> Call:
         echoes=tuple(echo for echo in call.echoes for _ in range(made)),
         made=made,
         kept=kept,
-        logprobs=call.params[0].logprobs,
+        logprobs=wanted.logprobs,
     )
 
 
@@ -177,9 +201,14 @@ def _check_length(tokens: int, told: str, name: str, served: ServedModel) -> Non
 
 
 def with_max_tokens(
-    params: SamplingParams, length: int, asked: int | None, default: int | None, served: ServedModel
+    params: SamplingParams,
+    length: int,
+    asked: int | None,
+    served: ServedModel,
+    default: int | None = None,
 ) -> SamplingParams:
-    """The parameters with max_tokens resolved. The last token needs no KV. An answer that may use
+    """The parameters with max_tokens resolved. default: where a request names none; None: that of
+    the model. The last token needs no KV. An answer that may use
     the rest of the memory leaves to pinned prefixes what they have, unless that would cost it more
     than half of it."""
     parameters.check_beams(params)
@@ -203,7 +232,8 @@ def with_max_tokens(
             else "kv_capacity_exceeded"
         )
         raise bad_request(code, message, "max_tokens")
-    most = asked if asked is not None else min(default or rest, room)
+    usual = default or served.defaults.get("max_tokens")
+    most = asked if asked is not None else min(usual or rest, room)
     if params.min_tokens > most:
         raise bad_request(
             "invalid_value",
@@ -244,23 +274,18 @@ def sampling_params(body: RequestBody, served: ServedModel, logprobs: int | None
 def _beams(body: RequestBody) -> dict[str, Any]:
     """Beam search by the fields of vLLM: best_of beams, or n, of which the client gets the best
     n."""
-    given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
+    neutral = NEUTRAL_WITHOUT_BEAMS
+    why = "{} needs use_beam_search: true"
+    if body.use_beam_search:
+        neutral = NEUTRAL_WITH_BEAMS
+        why = "beam search draws nothing: leave {} away"
+    for name, values in neutral.items():
+        if getattr(body, name) not in (None, *values):
+            raise bad_request("invalid_value", why.format(name), name)
     if not body.use_beam_search:
-        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-            if given[name] not in (None, neutral):
-                raise bad_request("invalid_value", f"{name} needs use_beam_search: true", name)
         return {}
-    for name, neutrals in (
-        ("temperature", (0, 1)),
-        ("top_p", (1,)),
-        ("top_k", (0, -1)),
-        ("min_p", (0,)),
-    ):
-        if getattr(body, name) not in (None, *neutrals):
-            raise bad_request(
-                "invalid_value", f"beam search draws nothing: leave {name} away", name
-            )
     width = {"beam_width": body.best_of or body.n or 1}
+    given = {name: getattr(body, name) for name in NEUTRAL_WITHOUT_BEAMS}
     return width | {name: value for name, value in given.items() if value is not None}
 
 

@@ -12,15 +12,24 @@ from dataclasses import dataclass
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import RequestBody, decode
-from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.call import Reader
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape
-from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.openai_streams import ended_stream, failed_stream
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which no client takes for anything
+
+
+def no_chunk(reply: Reply, piece: OutputPiece) -> bytes:
+    """Write no chunk: embeddings and scores are not streamed."""
+    return b""
+
+
+def no_end(reply: Reply, streams: list[OutputStream]) -> bytes:
+    """Write no end: the last event or line has said that it is the last."""
+    return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +57,9 @@ class Dialect:
 
     id_prefix: str
     shape: ReplyShape
-    read: Callable[[RequestBody, ServedModel], Call]
+    read: Reader
     whole: Callable[[Reply, list[OutputStream], WholeAnswer], InParts[bytes]]
-    chunk: Callable[[Reply, OutputPiece], bytes]
+    chunk: Callable[[Reply, OutputPiece], bytes] = no_chunk
     long_chunk: Callable[[Reply, OutputPiece], InParts[bytes]] | None = None
     begin: Callable[[Reply, OutputStream], bytes] = lambda reply, stream: KEEP_ALIVE
     alive: bytes = KEEP_ALIVE
@@ -59,8 +68,3 @@ class Dialect:
     media_type: bytes = SERVER_SENT_EVENTS
     separator: str = "-"
     decode: Callable[[bytes, RequestLimits], RequestBody] = decode
-
-
-def no_chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """Write no chunk: embeddings and scores are not streamed."""
-    return b""

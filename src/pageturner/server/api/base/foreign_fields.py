@@ -14,7 +14,9 @@ import msgspec
 _TABLES: dict[str, dict[str, Any]] = msgspec.json.decode(
     Path(__file__).with_name("foreign_fields.json").read_bytes()
 )
-# field -> values that change nothing and are taken, beside null
+# of other servers: field -> values that change nothing and are taken, beside null
 FOREIGN = {name: tuple(values) for name, values in _TABLES["neutral"].items()}
 # field -> what is said of it, where there is more to say than that it is not supported
 FOREIGN_NAMES = _TABLES["meant"]
+# known, and not there yet: field -> the same
+UNSUPPORTED = {name: tuple(values) for name, values in _TABLES["absent"].items()} | FOREIGN

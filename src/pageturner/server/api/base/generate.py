@@ -19,7 +19,6 @@ from starlette.types import Message, Receive, Scope, Send
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import cache_salt_of
 from pageturner.http.error_responses import error_of
-from pageturner.http.memory_reserve import MemoryReserve
 from pageturner.http.receiving import read_body, until_client_leaves
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.slices import MANY_LOGPROBS, in_slices
@@ -29,11 +28,9 @@ from pageturner.server.admission.quota import Work
 from pageturner.server.admission.service_level import RequestContext, service_level_of
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
-from pageturner.server.api.base.keep_alive import show_life
 from pageturner.server.api.base.replies import Reply
 from pageturner.server.api.base.whole_answer import WholeAnswer
-from pageturner.server.engine_client.open_streams import OpenStreams, PieceQueue
-from pageturner.server.receipts import Receipts
+from pageturner.server.engine_client.open_streams import PieceQueue
 from pageturner.server.request_listeners import TOO_SLOW, GeneratingRequest, listeners_of
 from pageturner.server.service import Service
 from pageturner.server.sessions import session_hint
@@ -41,6 +38,7 @@ from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream,
 
 MANY_CHUNKS = 64  # are written, then others go on
 MAX_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
+ALIVE_SECONDS = 3.0  # between two signs of life before the first token: some clients fear silence
 HEAD_SECONDS = 0.25  # for which a stream has no head, so that a refusal has its status code
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
@@ -89,13 +87,11 @@ class GenerateEndpoint:
             service.supervisor.open(streams)
             info.model = service.answers_as(call.body.model)
             reply = self._reply(call, info)
-            answer = Answer(
-                streams, self._dialect, reply, service.streams, service.receipts, service.memory
-            )
+            answer = Answer(streams, self._dialect, reply, service, info)
             if isinstance(sink, PieceQueue):
-                await answer.stream(sink, left, send, info)
+                await answer.stream(sink, left, send)
             else:
-                await answer.send_whole(sink, left, send, info)
+                await answer.send_whole(sink, left, send)
         await in_slices(_forget_logprobs(streams))
 
     def _cancel(self, streams: list[OutputStream]) -> None:
@@ -158,39 +154,36 @@ class Answer:
     streams: list[OutputStream]
     dialect: Dialect
     reply: Reply
-    open_streams: OpenStreams
-    receipts: Receipts
-    memory: MemoryReserve
+    service: Service
+    info: RequestInfo
 
     async def send_whole(
-        self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send, info: RequestInfo
+        self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send
     ) -> None:
         """Send the answer in one piece, once all choices have ended."""
         await asyncio.wait({whole_answer.done, left}, return_when=asyncio.FIRST_COMPLETED)
         if not whole_answer.done.done():
-            info.abort_reason = "client left"
+            self.info.abort_reason = "client left"
             return
         for stream in self.streams:
             if stream.failure is not None:
                 raise error_of(stream.failure)
         if self.reply.call.body.timings:
-            await self.open_streams.wait_for_timings(self.streams)
-        if self.reply.call.body.receipt and not await self.receipts.attach(
+            await self.service.streams.wait_for_timings(self.streams)
+        if self.reply.call.body.receipt and not await self.service.receipts.attach(
             self.reply, self.streams, left
         ):
-            info.abort_reason = "client left"
+            self.info.abort_reason = "client left"
             return
         body = await in_slices(
-            self.dialect.whole(self.reply, self.streams, whole_answer), self.memory
+            self.dialect.whole(self.reply, self.streams, whole_answer), self.service.memory
         )
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for i in range(0, len(body), MAX_AT_ONCE):
             await send(_part(body[i : i + MAX_AT_ONCE], i + MAX_AT_ONCE < len(body)))
 
-    async def stream(
-        self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
-    ) -> None:
+    async def stream(self, queue: PieceQueue, left: asyncio.Future[None], send: Send) -> None:
         """Piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
         sender = asyncio.ensure_future(self._send_chunks(queue, send))
         try:
@@ -200,7 +193,7 @@ class Answer:
             if sender.done():
                 sender.result()
             else:
-                info.abort_reason = "client left" if left.done() else TOO_SLOW
+                self.info.abort_reason = "client left" if left.done() else TOO_SLOW
         finally:
             sender.cancel()
             with contextlib.suppress(asyncio.CancelledError, ClientError):
@@ -221,11 +214,11 @@ class Answer:
             body += self.dialect.failed(self.reply, error_of(failure))
         elif self.reply.call.body.timings:
             await send(_part(body))
-            await self.open_streams.wait_for_timings(self.streams)
+            await self.service.streams.wait_for_timings(self.streams)
             body = self.reply.last_timings(self.streams)
         if failure is None and self.reply.call.body.receipt:
             await send(_part(body))
-            body = await self.receipts.event(self.reply, self.streams)
+            body = await self.service.receipts.event(self.reply, self.streams)
         if failure is None:
             body += self.dialect.end(self.reply, self.streams)
         await send(_part(body, more=False))
@@ -247,8 +240,13 @@ class Answer:
             await send(start)
             return pieces
         await send(start)
-        begun = self.dialect.begin(self.reply, self.streams[0])
-        return await show_life(queue, begun, self.dialect.alive, send)
+        sign = self.dialect.begin(self.reply, self.streams[0])
+        while True:
+            await send(_part(sign))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    return await queue.get_all()
+            sign = self.dialect.alive
 
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
         """Return the chunks of these pieces. The chunks up to the last long one are sent
@@ -260,7 +258,7 @@ class Answer:
             if piece.stream.failure is not None:
                 continue
             if long_chunk and piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
-                parts.append(await in_slices(long_chunk(reply, piece), self.memory))
+                parts.append(await in_slices(long_chunk(reply, piece), self.service.memory))
                 await send(_part(b"".join(parts)))
                 parts.clear()
             else:

@@ -63,11 +63,12 @@ def at_once(parts: InParts[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """The object names in the answers of an API, and the place of the text in its chunks."""
+    """The object name in the answers of an API, that of its chunks where it differs, and the place
+    of the text in a chunk that says nothing else; None: no chunk is written so."""
 
     whole_object: str
-    chunk_object: str
-    content: Callable[[str], dict[str, Any]]
+    chunk_object: str = ""
+    content: Callable[[str], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +121,7 @@ class Reply:
         self._begun: set[int] = set()  # choices
         self.readers: dict[int, AnswerReader] = {}  # of choices whose text is more than content
         self._state: object = None
-        plain = not (self._ids or self._every_usage)
-        plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
-        self.template = self._template() if plain else None
+        self.template = self._template()
 
     def state(self, kind: type[T]) -> T:
         """Return the dialect's own state for this answer, creating it on first use."""
@@ -176,7 +175,7 @@ class Reply:
         """One event of a streamed answer. used: its `usage`, None: it has none."""
         body = {
             **self._head,
-            "object": self._shape.chunk_object,
+            "object": self._shape.chunk_object or self._shape.whole_object,
             "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
@@ -217,15 +216,14 @@ class Reply:
             "timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]
         }
 
-    def _template(self) -> EventTemplate:
+    def _template(self) -> EventTemplate | None:
+        content = self._shape.content
+        bare = self.logprobs is None and self.call.body.prompt_logprobs is None
+        if content is None or self._ids or self._every_usage or not bare:
+            return None
         before, after, mark = [], b"", "\x00"
         for index in range(len(self.call.prompts)):
-            choice = {
-                "index": index,
-                **self._shape.content(mark),
-                "logprobs": None,
-                "finish_reason": None,
-            }
+            choice = {"index": index, **content(mark), "logprobs": None, "finish_reason": None}
             head, _, after = self.event([choice], None).partition(encode(mark))
             before.append(head)
         return EventTemplate(tuple(before), after)

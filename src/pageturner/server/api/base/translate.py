@@ -6,9 +6,10 @@ are: what is wrong with them is said by whoever understands them, by the name th
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,53 +17,20 @@ import msgspec
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits, check_values
 from pageturner.server.api.base.body import (
-    DIALECTS_OWN,
+    NOT_JSON,
+    OURS,
     RequestBody,
     bad_request,
     body_of,
     why_not_json,
 )
+from pageturner.server.api.base.call import Reader
 
+log = logging.getLogger("pageturner")
 T = TypeVar("T")
-# fields of ours that every shape takes as they are, beside its own: they say how tokens are chosen,
-# and when
-EXTRAS = frozenset(
-    {
-        "top_k",
-        "min_p",
-        "min_tokens",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "bad_words",
-        "allowed_token_ids",
-        "structured_outputs",
-        "skip_special_tokens",
-        "parse_special",
-        "chat_template_kwargs",
-        "speculation",
-        "cache_salt",
-        "priority",
-        "deadline_ms",
-        "ttft_target_ms",
-        "tpot_target_ms",
-        "user",
-        "forced_end",
-        "force_ids",
-        "inject_fault",
-        "session",
-    }
-)
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
 _NULL = b"null"
-_OURS = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
 
 
 def fields_of(raw: bytes, limits: RequestLimits) -> Fields:
@@ -76,7 +44,7 @@ def fields_within(raw: bytes, name: str) -> Fields:
     """The same of an object within it."""
     try:
         found = _OBJECT.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         said = why_not_json(raw, error)
         raise bad_request("invalid_json", f"{name} must be a JSON object: {said}") from None
     return {key: value for key, value in found.items() if bytes(value) != _NULL}
@@ -90,7 +58,7 @@ def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = No
         return msgspec.json.decode(fields[name], type=kind)
     except msgspec.ValidationError as error:
         raise bad_request("invalid_type", f"{name}: {error}"[:400], name) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         said = why_not_json(bytes(fields[name]), error)
         raise bad_request("invalid_json", f"{name} is not valid JSON: {said}"[:400], name) from None
 
@@ -100,6 +68,26 @@ def content_of(texts: list[str]) -> Any:
     if len(texts) < 2:
         return "".join(texts)
     return [{"type": "text", "text": text} for text in texts]
+
+
+def string_in(block: dict[str, Any], name: str, place: str) -> str:
+    """A field of a block of content, which must be a string. place: where the block stands."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        message = f"{place}.{name} must be a string"
+        raise bad_request("invalid_type", message, place.partition("[")[0])
+    return value
+
+
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """One of the `tool_calls` of a chat message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(id: str, text: str, names: Mapping[Any, Any]) -> dict[str, Any]:
+    """The chat message of a result. names: of the tools that were called, by the ids of calls."""
+    named = {"name": names[id]} if id in names else {}
+    return {"role": "tool", "tool_call_id": id, "content": text, **named}
 
 
 def refuse(
@@ -113,34 +101,51 @@ def refuse(
         del fields[name]
 
 
-@dataclass(frozen=True, slots=True)
-class FieldMap:
+class FieldMap(msgspec.Struct, frozen=True):
     """The fields of one dialect.
 
     taken    fields that the dialect reads itself, or passes over
     same     fields that are ours as they are
-    names    our field -> what the client calls it, where that differs
+    options  what the client calls it -> our field
+    passed_over  fields that change no answer, and are named in the log
+    names    our field -> what the client calls it in a refusal, where that differs
     neutral  field that is not supported -> values that change nothing and are taken
+    why      what a refusal says of such a field
     """
 
-    taken: Collection[str] = ()
+    taken: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    options: dict[str, str] = {}
+    passed_over: tuple[str, ...] = ()
+    names: dict[str, str] = {}
+    neutral: dict[str, tuple[Any, ...]] = {}
+    why: str = "is not supported yet"
+
+    @property
+    def own(self) -> frozenset[str]:
+        """All names that are read or passed over here."""
+        return frozenset({*self.taken, *self.options, *self.passed_over})
 
     def passed_on(self, fields: Fields) -> dict[str, Any]:
-        """The fields of ours that need no translation: those of `same`, and extra fields, of which
-        `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and
+        """The fields of ours that need no reading here: options, those of `same`, and extra fields,
+        of which `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and
         names the rest in the log. ClientError for fields of another shape, which would be passed
         over."""
-        refuse(fields, self.neutral)
-        strange = fields.keys() & _OURS - EXTRAS - {*self.taken} - {*self.same}
+        refuse(fields, self.neutral, self.why)
+        strange = fields.keys() & OURS - EXTRAS - self.own - {*self.same}
         if strange:
             name = min(strange)
             raise bad_request(
                 "unsupported_parameter", f"{name} is not a field here: leave it out", name
             )
-        return {name: value for name, value in fields.items() if name not in self.taken}
+        same = {name: value for name, value in fields.items() if name not in self.own}
+        return same | self.optional(fields)
+
+    def optional(self, fields: Fields) -> dict[str, Any]:
+        """The fields of ours that its options are. The log names those that are passed over."""
+        if passed := fields.keys() & {*self.passed_over}:
+            log.info("ignored options: %s", ", ".join(sorted(passed)))
+        return {ours: fields[name] for name, ours in self.options.items() if name in fields}
 
     def to_openai_request(self, ours: Mapping[str, Any], limits: RequestLimits) -> RequestBody:
         """The request that these fields of ours are."""
@@ -162,3 +167,16 @@ class FieldMap:
             ours = rf"(?<![\w-]){re.escape(str(error.param))}(?![\w-])"
             message = re.sub(ours, lambda _: theirs, error.message)
             raise ClientError(error.status, error.code, message, theirs) from None
+
+    def renames(self, read: Reader) -> Reader:
+        """A function as `read`, whose refusals say the client's names."""
+        return lambda body, served: self.renaming(lambda: read(body, served))
+
+
+# dialect -> its fields
+FIELD_MAPS = msgspec.json.decode(
+    Path(__file__).with_name("field_maps.json").read_bytes(), type=dict[str, FieldMap]
+)
+# fields of ours that every dialect takes as they are, beside its own: they say how tokens are chosen,
+# and when
+EXTRAS = frozenset(FIELD_MAPS["every dialect"].same)

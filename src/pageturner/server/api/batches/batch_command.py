@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import os
 import signal
@@ -19,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pageturner import logs
 from pageturner.config import settings as configuration
 from pageturner.config.flag_table import add_flags
@@ -28,10 +25,15 @@ from pageturner.config.settings import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
 from pageturner.http.receiving import BOM
 from pageturner.progress import Progress
-from pageturner.server.api.batches.batch_journal import BatchRecord, FileRecord, Journal
+from pageturner.server.api.batches.batch_journal import (
+    BatchRecord,
+    FileRecord,
+    Journal,
+    JournalError,
+)
+from pageturner.server.api.batches.batch_lines import custom_id_of
 from pageturner.server.api.batches.batch_remote import AHEAD, AskedServer
 from pageturner.server.api.batches.batch_runner import Ask, BatchPaths, BatchRunner
-from pageturner.server.api.batches.durable_files import JournalError
 
 if TYPE_CHECKING:
     from pageturner.formats.generation_config import GenerationDefaults
@@ -41,11 +43,6 @@ if TYPE_CHECKING:
     from pageturner.server.text_workers.text_pool import TextPool
 
 
-class _Line(msgspec.Struct):
-    custom_id: str
-
-
-_LINE = msgspec.json.Decoder(_Line)
 ID = "batch_of_this_file"  # there is only one in the journal of a command
 LOOK = 0.1  # seconds between two looks at how far it is
 LATELY = 10.0  # seconds over which the rate is told
@@ -169,12 +166,9 @@ def _answered(arguments: argparse.Namespace) -> bool:
 
 def _ids(path: Path) -> set[str]:
     """Return the custom_ids of the lines of a file, skipping lines without a valid one."""
-    found = set[str]()
     with path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(msgspec.MsgspecError):
-                found.add(_LINE.decode(line.removeprefix(BOM)).custom_id)
-    return found
+        found = {custom_id_of(line.removeprefix(BOM)) for line in file}
+    return {id for id in found if id is not None}
 
 
 class FileBatch:
@@ -196,13 +190,13 @@ class FileBatch:
             raise EngineFault("bad_setting", message)
         try:
             self._journal = Journal(self._path)
+            try:
+                self.record = self._found(digest)
+            except BaseException:
+                self._journal.close()
+                raise
         except JournalError as error:
             raise EngineFault(error.code, error.message) from error
-        try:
-            self.record = self._found(digest)
-        except BaseException:
-            self._journal.close()
-            raise
         self.done = self.record.ended
         return self
 
@@ -222,21 +216,10 @@ class FileBatch:
 
     def _found(self, digest: str) -> BatchRecord:
         known = {"input": digest, "answered by": self._answerer}
-        try:
-            record = self._journal.batch(ID)
-            if record is None:
-                return self._journal.create(
-                    ID,
-                    tenant="",
-                    key="",
-                    endpoint="",
-                    input=str(self._input),
-                    window="",
-                    metadata=known,
-                    expires=0,
-                )
-        except JournalError as error:
-            raise EngineFault(error.code, error.message) from error
+        record = self._journal.batch(ID)
+        if record is None:
+            new = BatchRecord(ID, input=str(self._input), metadata=known)
+            return self._journal.create(new)
         for what, value in known.items():
             if (record.metadata or {}).get(what) != value:
                 message = f"{self._path} was begun with another {what}: remove it to begin anew"

@@ -12,6 +12,7 @@ Every call may wait for the disk: a server makes them in a thread of their own (
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -19,12 +20,11 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pageturner.private_files import open_private
-from pageturner.server.api.batches.durable_files import JournalError, fault_of
+from pageturner.private_files import open_private, write_private
 
 VERSION = 1
 WAITING, ANSWERED, FAILED = 0, 1, 2  # states of a line
@@ -57,6 +57,7 @@ VALIDATING, IN_PROGRESS, FINALIZING, COMPLETED = (
 )
 BATCH_FAILED, EXPIRED, CANCELLING, CANCELLED = "failed", "expired", "cancelling", "cancelled"
 ENDED = (COMPLETED, BATCH_FAILED, EXPIRED, CANCELLED)
+_ENDED = ", ".join(f"'{status}'" for status in ENDED)  # as SQL
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +88,18 @@ class BatchRecord:
     output, errors     ids of its files, "" where there are none
     """
 
-    number: int
     id: str
-    tenant: str
-    key: str
-    endpoint: str
-    input: str
-    window: str
-    metadata: dict[str, str] | None
-    status: str
-    created: int
-    expires: int
-    times: dict[str, int]
+    tenant: str = ""
+    key: str = ""
+    endpoint: str = ""
+    input: str = ""
+    window: str = ""
+    metadata: dict[str, str] | None = None
+    expires: int = 0
+    number: int = 0
+    created: int = 0
+    status: str = VALIDATING
+    times: dict[str, int] = field(default_factory=dict)
     why: str = ""
     position: int = 0
     lines: int = 0
@@ -155,6 +156,16 @@ class LineResult:
     answer: bytes
     input_tokens: int = 0
     output_tokens: int = 0
+
+
+class JournalError(Exception):
+    """The journal cannot be read or written. code: `disk_full`, `journal_in_use` or
+    `journal_broken`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
 
 
 class Journal:
@@ -258,56 +269,28 @@ class Journal:
         """Delete a file. False if a batch that has not ended needs it. The content goes first: on a
         full disk the journal has no other room to note the deletion."""
         with self._transaction() as db:
-            marks = ", ".join("?" * len(ENDED))
-            question = f"SELECT 1 FROM batches WHERE input = ? AND status NOT IN ({marks})"
-            if db.execute(question, (id, *ENDED)).fetchone():
+            question = f"SELECT 1 FROM batches WHERE input = ? AND status NOT IN ({_ENDED})"
+            if db.execute(question, (id,)).fetchone():
                 return False
             content.unlink(missing_ok=True)
             db.execute("DELETE FROM files WHERE id = ?", (id,))
         return True
 
     # -- batches -----------------------------------------------------------------------------------
-    def create(
-        self,
-        id: str,
-        *,
-        tenant: str,
-        key: str,
-        endpoint: str,
-        input: str,
-        window: str,
-        metadata: dict[str, str] | None,
-        expires: int,
-    ) -> BatchRecord:
-        """A new batch, none of whose lines was looked at. The oldest ended ones beyond MAX_ENDED
-        are forgotten."""
-        now = int(time.time())
+    def create(self, new: BatchRecord) -> BatchRecord:
+        """Keep a new batch, none of whose lines was looked at, and give it its number and time. The
+        oldest ended ones beyond MAX_ENDED are forgotten."""
         with self._transaction() as db:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM batches").fetchone()
-            record = BatchRecord(
-                last + 1,
-                id,
-                tenant,
-                key,
-                endpoint,
-                input,
-                window,
-                metadata,
-                VALIDATING,
-                now,
-                expires,
-                {},
+            record = replace(new, number=last + 1, created=int(time.time()))
+            values = _columns({one.name: getattr(record, one.name) for one in fields(record)})
+            marks = ", ".join("?" * len(values))
+            db.execute(f"INSERT INTO batches ({COLUMNS}) VALUES ({marks})", values)
+            old = (
+                f"SELECT number FROM batches WHERE status IN ({_ENDED})"
+                f" ORDER BY number DESC LIMIT -1 OFFSET {MAX_ENDED}"
             )
-            values = [getattr(record, one.name) for one in fields(record)]
-            texts = [
-                json.dumps(v) if isinstance(v, dict | list) or v is None else v for v in values
-            ]
-            db.execute(
-                f"INSERT INTO batches ({COLUMNS}) VALUES ({', '.join('?' * len(texts))})", texts
-            )
-            marks = ", ".join("?" * len(ENDED))
-            old = f"SELECT number FROM batches WHERE status IN ({marks}) ORDER BY number DESC LIMIT -1 OFFSET ?"
-            db.execute(f"DELETE FROM batches WHERE number IN ({old})", (*ENDED, MAX_ENDED))
+            db.execute(f"DELETE FROM batches WHERE number IN ({old})")
         return record
 
     def batch(self, id: str) -> BatchRecord | None:
@@ -321,9 +304,8 @@ class Journal:
 
     def unfinished(self) -> list[BatchRecord]:
         """All that have not ended, the oldest first."""
-        marks = ", ".join("?" * len(ENDED))
-        question = f"SELECT {COLUMNS} FROM batches WHERE status NOT IN ({marks}) ORDER BY number"
-        return [_batch_of(row) for row in self._read(question, *ENDED)]
+        question = f"SELECT {COLUMNS} FROM batches WHERE status NOT IN ({_ENDED}) ORDER BY number"
+        return [_batch_of(row) for row in self._read(question)]
 
     def move(
         self, id: str, status: str, why: str = "", problem: dict[str, Any] | None = None
@@ -336,10 +318,8 @@ class Journal:
                 return False
             times = record.times | {status: record.times.get(status, int(time.time()))}
             problems = [*record.problems, problem] if problem else record.problems
-            db.execute(
-                "UPDATE batches SET status = ?, times = ?, why = ?, problems = ? WHERE id = ?",
-                (status, json.dumps(times), why or record.why, json.dumps(problems), id),
-            )
+            why = why or record.why
+            _change(db, id, status=status, times=times, why=why, problems=problems)
         return True
 
     # -- lines -------------------------------------------------------------------------------------
@@ -368,10 +348,14 @@ class Journal:
                     bad += 1
                     _put_line(db, now.number, line)
             told = sorted(told, key=lambda problem: problem["line"] or 0)[:MAX_PROBLEMS]
-            db.execute(
-                "UPDATE batches SET position = ?, lines = ?, total = total + ?, failed = failed + ?,"
-                " problems = ? WHERE id = ?",
-                (position, count, total, bad, json.dumps(told), record.id),
+            _change(
+                db,
+                now.id,
+                position=position,
+                lines=count,
+                total=now.total + total,
+                failed=now.failed + bad,
+                problems=told,
             )
 
     def error_bytes(self, number: int) -> int:
@@ -434,26 +418,25 @@ class Journal:
             now = _one(db, record.id)
             if now is None or now.ended:
                 return
-            for written in (output, errors):
-                if written is not None:
-                    _put_file(db, written)
+            written = {"output": output, "errors": errors}
+            for file in filter(None, written.values()):
+                _put_file(db, file)
+            ids = {name: file.id for name, file in written.items() if file is not None}
             times = now.times | {status: int(time.time())}
-            db.execute(
-                "UPDATE batches SET status = ?, times = ?, output = ?, errors = ? WHERE id = ?",
-                (
-                    status,
-                    json.dumps(times),
-                    output.id if output else "",
-                    errors.id if errors else "",
-                    now.id,
-                ),
-            )
+            _change(db, now.id, status=status, times=times, **ids)
             db.execute("DELETE FROM lines WHERE batch = ?", (now.number,))
 
 
 def crc_of(raw: bytes) -> int:
     """Return a checksum that shows whether a line has changed since it was validated."""
     return zlib.crc32(raw)
+
+
+def write_whole(path: Path, lines: Iterable[bytes]) -> int:
+    """Write a file that is there whole or not at all, whatever happens meanwhile. Returns its size.
+    JournalError, as on a full disk, leaves what was there before."""
+    with _as_journal_error(path):
+        return write_private(path, (line + b"\n" for line in lines), durable=True)
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -471,7 +454,9 @@ def _as_journal_error(path: Path) -> Iterator[None]:
         )
         raise JournalError("disk_full" if full else "journal_broken", f"{path}: {error}") from error
     except OSError as error:
-        raise fault_of(path, error) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        message = f"{path}: {error.strerror or error}"
+        raise JournalError("disk_full" if full else "journal_broken", message) from error
 
 
 def _put_file(db: sqlite3.Connection, record: FileRecord) -> None:
@@ -493,6 +478,17 @@ def _put_line(db: sqlite3.Connection, number: int, line: NewLine) -> bool:
 def _one(db: sqlite3.Connection, id: str) -> BatchRecord | None:
     row = db.execute(f"SELECT {COLUMNS} FROM batches WHERE id = ?", (id,)).fetchone()
     return None if row is None else _batch_of(row)
+
+
+def _columns(values: dict[str, Any]) -> list[Any]:
+    """The values of columns of a batch, as they are kept."""
+    return [json.dumps(v) if name in AS_JSON else v for name, v in values.items()]
+
+
+def _change(db: sqlite3.Connection, id: str, **values: Any) -> None:
+    """Give columns of a batch other values."""
+    setting = ", ".join(f"{name} = ?" for name in values)
+    db.execute(f"UPDATE batches SET {setting} WHERE id = ?", (*_columns(values), id))
 
 
 def _batch_of(row: tuple[Any, ...]) -> BatchRecord:

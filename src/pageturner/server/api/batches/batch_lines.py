@@ -8,7 +8,7 @@ kept.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ import msgspec
 
 from pageturner.http.receiving import BOM
 from pageturner.http.responses import encode
+from pageturner.server.api.base.body import NOT_JSON, json_or_none
 from pageturner.server.api.batches.batch_journal import NewLine, WaitingLine, crc_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -71,7 +72,6 @@ class Answered:
 
 
 _LINE = msgspec.json.Decoder(BatchLine)
-_ID = msgspec.json.Decoder(_OnlyId)
 
 
 # -- what comes in ---------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
         )
     try:
         line = _LINE.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         bad = BadLine(*_why(raw, error))
-        bad.custom_id = _custom_id(raw)
+        bad.custom_id = custom_id_of(raw)
         raise bad from None
     try:
         _check(line, endpoint)
@@ -124,11 +124,12 @@ def _why(raw: bytes, error: Exception) -> tuple[str, str, str | None]:
     return "invalid_json_line", f"this line is not valid JSON: {error}"[:400], None
 
 
-def _custom_id(raw: bytes) -> str | None:
-    try:
-        return _ID.decode(raw).custom_id[:LONGEST_ID]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+def custom_id_of(raw: bytes) -> str | None:
+    """The custom_id of a line that need not be good; None where it has none."""
+    line = json_or_none(raw, _OnlyId)
+    if line is None:
         return None
+    return line.custom_id[:LONGEST_ID]
 
 
 def question_of(raw: bytes, line: int) -> Question:
@@ -188,9 +189,8 @@ def twice(line: NewLine) -> tuple[NewLine, dict[str, Any]]:
 
 def _bad(line: NewLine, bad: BadLine) -> tuple[NewLine, dict[str, Any] | None]:
     problem = {"code": bad.code, "message": bad.message, "param": bad.param, "line": line.line}
-    told = {"code": bad.code, "message": f"line {line.line}: {bad.message}"}
-    id = PREFIX + hashlib.sha256(b"bad %d" % line.line).hexdigest()[:24]
-    answer = encode({"id": id, "custom_id": line.custom_id, "response": None, "error": told})
+    text = b"bad %d" % line.line
+    answer = _error_line(text, line.custom_id, bad.code, f"line {line.line}: {bad.message}")
     return NewLine(line.line, None, line.position, line.size, 0, answer), problem
 
 
@@ -201,22 +201,28 @@ def answer_line(custom_id: str, request_id: str, status: int, body: bytes) -> by
     return encode({"id": request_id, "custom_id": custom_id, "response": response, "error": None})
 
 
+def _error_line(text: bytes, custom_id: str | None, code: str, message: str) -> bytes:
+    """The line of an error. text: its id follows from it."""
+    id = PREFIX + hashlib.sha256(text).hexdigest()[:24]
+    error = {"code": code, "message": message}
+    return encode({"id": id, "custom_id": custom_id, "response": None, "error": error})
+
+
 def unanswered_line(waiting: WaitingLine, code: str, message: str) -> bytes:
     """The line of one that was not run."""
-    id = (
-        PREFIX
-        + hashlib.sha256(b"%d:%s" % (waiting.line, waiting.custom_id.encode())).hexdigest()[:24]
-    )
-    error = {"code": code, "message": message}
-    return encode({"id": id, "custom_id": waiting.custom_id, "response": None, "error": error})
+    text = b"%d:%s" % (waiting.line, waiting.custom_id.encode())
+    return _error_line(text, waiting.custom_id, code, message)
+
+
+def retry_after_of(headers: Iterable[tuple[bytes, bytes]]) -> float:
+    """The seconds that the headers of a response say; 0 where they say none."""
+    told = dict(headers).get(b"retry-after", b"")
+    return float(told) if told.isdigit() else 0.0
 
 
 def tokens_of(body: bytes) -> tuple[int, int]:
     """Input and output tokens that an answer says it took."""
-    try:
-        usage = msgspec.json.decode(body, type=_WithUsage).usage
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0, 0
+    usage = (json_or_none(body, _WithUsage) or _WithUsage()).usage
     return usage.prompt_tokens or usage.input_tokens, usage.completion_tokens or usage.output_tokens
 
 
@@ -235,6 +241,6 @@ def _json_of(body: bytes) -> Any:
     """A body as part of another one: as it is where it is JSON in one line, else as text."""
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return body.decode("utf-8", "replace")
     return msgspec.Raw(body) if b"\n" not in body else decoded

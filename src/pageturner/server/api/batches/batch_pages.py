@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -24,27 +27,29 @@ from pageturner.http.multipart import boundary_of, read_form
 from pageturner.http.receiving import read_body
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.responses import json_response
-from pageturner.private_files import sync_folder
+from pageturner.private_files import open_private, sync_folder
 from pageturner.server.admission.metered import metered
-from pageturner.server.api.base.body import bad_request
+from pageturner.server.api.base.body import NOT_JSON, bad_request
 from pageturner.server.api.batches.batch_journal import (
+    BATCH_FAILED,
+    CANCELLED,
     CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    FINALIZING,
+    IN_PROGRESS,
     VALIDATING,
     BatchRecord,
     FileRecord,
+    Journal,
+    JournalError,
 )
 from pageturner.server.api.batches.batch_lines import ENDPOINTS
-from pageturner.server.api.batches.batches import (
-    INPUT,
-    Batches,
-    begin_file,
-    new_id,
-    no_batches,
-    remove,
-)
-from pageturner.server.api.batches.durable_files import JournalError
+from pageturner.server.api.batches.batches import INPUT, Batches
 from pageturner.server.service import Service
 
+P = ParamSpec("P")
+T = TypeVar("T")
 WRITE_AT_ONCE = 1 << 20  # bytes
 MAX_AROUND_FILE = 1 << 17  # bytes of an upload beside its file
 MAX_UNFINISHED = 100  # batches of a tenant
@@ -53,6 +58,7 @@ LISTED_FILES, LISTED_BATCHES = 10_000, 100  # most in one answer
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 LONGEST_WINDOW = 30 * 86_400
+LATER = (FINALIZING, COMPLETED, BATCH_FAILED, EXPIRED, CANCELLING, CANCELLED)  # states
 STATUS = {"disk_full": 503, "journal_broken": 500, "journal_in_use": 503}
 
 
@@ -65,7 +71,51 @@ class NewBatch(msgspec.Struct):
     metadata: dict[str, str] | None = None
 
 
-Page = Callable[[HTTPRequest, Batches], Awaitable[Response]]
+@dataclass(frozen=True, slots=True)
+class AskedBatches:
+    """A request about the files and batches of its tenant."""
+
+    http: HTTPRequest
+    batches: Batches
+
+    @property
+    def info(self) -> RequestInfo:
+        info: RequestInfo = self.http.scope["pageturner"]
+        return info
+
+    @property
+    def journal(self) -> Journal:
+        return self.batches.journal
+
+    @property
+    def id(self) -> str:
+        """The id in the path of the request."""
+        id: str = self.http.path_params["id"]
+        return id
+
+    async def do(self, work: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
+        """Have it done by the thread that may wait for the disk."""
+        return await self.batches.runner.do(work, *what, **more)
+
+    async def file(self) -> FileRecord:
+        """The file of the path. ClientError 404 where its tenant has none of this id."""
+        file = await self.do(self.journal.file, self.id)
+        if file is None or file.tenant != self.info.tenant:
+            raise _no_file(self.id)
+        return file
+
+    async def batch(self, id: str) -> BatchRecord:
+        """A batch. ClientError 404 where its tenant has none of this id."""
+        record = await self.do(self.journal.batch, id)
+        if record is None or record.tenant != self.info.tenant:
+            raise ClientError(404, "batch_not_found", f"there is no batch {id[:80]!r}", "batch_id")
+        return record
+
+    def told(self, record: BatchRecord) -> dict[str, Any]:
+        return batch_object(record, self.batches.runner.trouble)
+
+
+Page = Callable[[AskedBatches], Awaitable[Response]]
 
 
 class BatchPages:
@@ -82,10 +132,13 @@ class BatchPages:
 
         async def endpoint(request: HTTPRequest) -> Response:
             if self.batches is None:
-                raise no_batches()
+                message = (
+                    "this server keeps no files and no batches: start it with --batch-dir PATH"
+                )
+                raise ClientError(404, "batches_off", message)
             self._service.check_open()
             try:
-                return await page(request, self.batches)
+                return await page(AskedBatches(request, self.batches))
             except JournalError as error:
                 raise ClientError(
                     STATUS[error.code], error.code, _without_path(error.message)
@@ -108,38 +161,38 @@ class BatchPages:
         ]
 
     # -- files -------------------------------------------------------------------------------------
-    async def upload(self, request: HTTPRequest, batches: Batches) -> Response:
-        info, boundary = _info(request), boundary_of(request.headers.get("content-type", ""))
-        files = await batches.runner.do(batches.journal.files, info.tenant)
+    async def upload(self, asked: AskedBatches) -> Response:
+        info, boundary = asked.info, boundary_of(asked.http.headers.get("content-type", ""))
+        files = await asked.do(asked.journal.files, info.tenant)
         if len(files) + self._uploading[info.tenant] >= self._service.config.max_files:
             most = self._service.config.max_files
             raise ClientError(
                 429, "too_many_files", f"{most} files are kept at most: delete some of yours"
             )
-        id = new_id("file-")
+        id = f"file-{uuid.uuid4().hex}"
+        path = asked.batches.path(id)
         self._uploading[info.tenant] += 1
         try:
-            with metered(self._service.quota, request.scope, request.receive) as (_, receive):
-                fields, name, size = await self._receive(batches, id, receive, boundary)
+            with metered(self._service.quota, asked.http.scope, asked.http.receive) as (_, receive):
+                fields, name, size = await self._receive(asked, path, receive, boundary)
             told = FileRecord(id, info.tenant, _purpose(fields), name, size, int(time.time()))
-            await batches.runner.do(batches.journal.add_file, told)
+            await asked.do(asked.journal.add_file, told)
         except BaseException:
-            remove(batches.path(id))
+            path.unlink(missing_ok=True)
             raise
         finally:
             self._uploading[info.tenant] -= 1
         return json_response(file_object(told))
 
     async def _receive(
-        self, batches: Batches, id: str, receive: Receive, boundary: bytes
+        self, asked: AskedBatches, path: Path, receive: Receive, boundary: bytes
     ) -> tuple[dict[str, str], str, int]:
         """Write what comes to the disk. Returns the other fields, the name of the file, and its
         size."""
         held, size, lines = bytearray(), 0, 0
         config = self._service.config
         most = config.max_file_size
-        path = batches.path(id)
-        handle = await batches.runner.do(_on_disk, begin_file, path)
+        handle = await asked.do(_on_disk, open_private, path, os.O_EXCL | os.O_WRONLY)
 
         async def take(piece: bytes) -> None:
             nonlocal size, lines
@@ -152,100 +205,99 @@ class BatchPages:
                 raise ClientError(413, "too_many_lines", message, "file")
             held.extend(piece)
             if len(held) >= WRITE_AT_ONCE:
-                await batches.runner.do(_write, handle, bytes(held))
+                await asked.do(_write, handle, bytes(held))
                 held.clear()
 
         try:
             fields, name = await read_form(receive, boundary, take)
             if name is None:
                 raise bad_request("missing_field", "file is missing", "file")
-            await batches.runner.do(_write, handle, bytes(held))
-            await batches.runner.do(_on_disk, os.fsync, handle)
+            await asked.do(_write, handle, bytes(held))
+            await asked.do(_on_disk, os.fsync, handle)
         finally:
             os.close(handle)
-        await batches.runner.do(_on_disk, sync_folder, path.parent)
+        await asked.do(_on_disk, sync_folder, path.parent)
         return fields, name[:255], size
 
-    async def list_files(self, request: HTTPRequest, batches: Batches) -> Response:
-        files = await batches.runner.do(batches.journal.files, _info(request).tenant)
-        purpose = request.query_params.get("purpose")
-        if request.query_params.get("order", "desc") == "asc":
+    async def list_files(self, asked: AskedBatches) -> Response:
+        files = await asked.do(asked.journal.files, asked.info.tenant)
+        purpose = asked.http.query_params.get("purpose")
+        if asked.http.query_params.get("order", "desc") == "asc":
             files.reverse()
         found = [file_object(file) for file in files if purpose in (None, file.purpose)]
-        return _listed(found, request, LISTED_FILES, LISTED_FILES)
+        return _listed(found, asked, LISTED_FILES, LISTED_FILES)
 
-    async def get_file(self, request: HTTPRequest, batches: Batches) -> Response:
-        return json_response(file_object(await _file(request, batches)))
+    async def get_file(self, asked: AskedBatches) -> Response:
+        return json_response(file_object(await asked.file()))
 
-    async def content(self, request: HTTPRequest, batches: Batches) -> Response:
-        file = await _file(request, batches)
-        path = batches.path(file.id)
+    async def content(self, asked: AskedBatches) -> Response:
+        file = await asked.file()
+        path = asked.batches.path(file.id)
         if not path.exists():  # the disk was full, or the power failed, when it was deleted
             raise _no_file(file.id)
         return FileResponse(path, media_type="application/octet-stream")
 
-    async def delete_file(self, request: HTTPRequest, batches: Batches) -> Response:
-        file = await _file(request, batches)
-        content = batches.path(file.id)
-        if not await batches.runner.do(batches.journal.delete_file, file.id, content):
+    async def delete_file(self, asked: AskedBatches) -> Response:
+        file = await asked.file()
+        content = asked.batches.path(file.id)
+        if not await asked.do(asked.journal.delete_file, file.id, content):
             message = "a batch that has not ended reads this file: cancel it first"
             raise ClientError(409, "file_in_use", message)
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
     # -- batches -----------------------------------------------------------------------------------
-    async def create(self, request: HTTPRequest, batches: Batches) -> Response:
-        info = _info(request)
-        with metered(self._service.quota, request.scope, request.receive) as (_, receive):
+    async def create(self, asked: AskedBatches) -> Response:
+        info = asked.info
+        with metered(self._service.quota, asked.http.scope, asked.http.receive) as (_, receive):
             raw = await read_body(receive, self._service.config.max_body_size)
         wanted = _decoded(raw)
-        file = await batches.runner.do(batches.journal.file, wanted.input_file_id)
+        file = await asked.do(asked.journal.file, wanted.input_file_id)
         usable = file is not None and file.tenant == info.tenant and file.purpose == INPUT
-        if file is None or not usable or not batches.path(file.id).exists():
+        if file is None or not usable or not asked.batches.path(file.id).exists():
             message = f"there is no file {wanted.input_file_id[:80]!r} of purpose batch"
             raise bad_request("invalid_input_file", message, "input_file_id")
-        unfinished = await batches.runner.do(batches.journal.unfinished)
+        unfinished = await asked.do(asked.journal.unfinished)
         if sum(one.tenant == info.tenant for one in unfinished) >= MAX_UNFINISHED:
             raise ClientError(
                 429, "too_many_batches", f"at most {MAX_UNFINISHED} batches may be unfinished"
             )
-        record = await batches.runner.do(
-            batches.journal.create,
-            new_id("batch_"),
-            tenant=info.tenant,
-            key=info.key.sha256.hex(),
-            endpoint=wanted.endpoint,
-            input=file.id,
-            window=wanted.completion_window,
-            metadata=wanted.metadata,
-            expires=int(time.time()) + seconds_of(wanted.completion_window),
+        record = await asked.do(
+            asked.journal.create,
+            BatchRecord(
+                f"batch_{uuid.uuid4().hex}",
+                tenant=info.tenant,
+                key=info.key.sha256.hex(),
+                endpoint=wanted.endpoint,
+                input=file.id,
+                window=wanted.completion_window,
+                metadata=wanted.metadata,
+                expires=int(time.time()) + seconds_of(wanted.completion_window),
+            ),
         )
-        batches.begin(record, request.scope)
-        return self._told(record, batches)
+        asked.batches.begin(record, asked.http.scope)
+        return json_response(asked.told(record))
 
-    async def list_batches(self, request: HTTPRequest, batches: Batches) -> Response:
-        most = _limit(request, LISTED_BATCHES, 20)
+    async def list_batches(self, asked: AskedBatches) -> Response:
+        most = _limit(asked, LISTED_BATCHES, 20)
         before = 1 << 62
-        if after := request.query_params.get("after"):
-            before = (await _batch(after, request, batches)).number
-        tenant = _info(request).tenant
-        found = await batches.runner.do(batches.journal.batches, tenant, before, most + 1)
-        told = [batch_object(record, batches.runner.trouble) for record in found[:most]]
+        if after := asked.http.query_params.get("after"):
+            before = (await asked.batch(after)).number
+        tenant = asked.info.tenant
+        found = await asked.do(asked.journal.batches, tenant, before, most + 1)
+        told = [asked.told(record) for record in found[:most]]
         return json_response(_page(told, len(found) > most))
 
-    async def get_batch(self, request: HTTPRequest, batches: Batches) -> Response:
-        return self._told(await _batch(request.path_params["id"], request, batches), batches)
+    async def get_batch(self, asked: AskedBatches) -> Response:
+        return json_response(asked.told(await asked.batch(asked.id)))
 
-    async def cancel(self, request: HTTPRequest, batches: Batches) -> Response:
-        record = await _batch(request.path_params["id"], request, batches)
+    async def cancel(self, asked: AskedBatches) -> Response:
+        record = await asked.batch(asked.id)
         if record.ended:
             message = f"the batch has ended: its status is {record.status}"
             raise ClientError(409, "batch_ended", message)
-        await batches.runner.do(batches.journal.move, record.id, CANCELLING, "cancelled")
-        batches.runner.end(record.id)
-        return self._told(await _batch(record.id, request, batches), batches)
-
-    def _told(self, record: BatchRecord, batches: Batches) -> Response:
-        return json_response(batch_object(record, batches.runner.trouble))
+        await asked.do(asked.journal.move, record.id, CANCELLING, CANCELLED)
+        asked.batches.runner.end(record.id)
+        return json_response(asked.told(await asked.batch(record.id)))
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -282,14 +334,9 @@ def batch_object(record: BatchRecord, trouble: str = "") -> dict[str, Any]:
         "output_file_id": record.output or None,
         "error_file_id": record.errors or None,
         "created_at": record.created,
-        "in_progress_at": times.get("in_progress"),
+        "in_progress_at": times.get(IN_PROGRESS),
         "expires_at": record.expires or None,
-        "finalizing_at": times.get("finalizing"),
-        "completed_at": times.get("completed"),
-        "failed_at": times.get("failed"),
-        "expired_at": times.get("expired"),
-        "cancelling_at": times.get("cancelling"),
-        "cancelled_at": times.get("cancelled"),
+        **{f"{status}_at": times.get(status) for status in LATER},
         "request_counts": {"total": total, "completed": record.answered, "failed": record.failed},
         "metadata": record.metadata,
         "usage": {
@@ -308,9 +355,9 @@ def _page(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": data, **ends, "has_more": more}
 
 
-def _listed(found: list[dict[str, Any]], request: HTTPRequest, most: int, usual: int) -> Response:
-    limit = _limit(request, most, usual)
-    if after := request.query_params.get("after"):
+def _listed(found: list[dict[str, Any]], asked: AskedBatches, most: int, usual: int) -> Response:
+    limit = _limit(asked, most, usual)
+    if after := asked.http.query_params.get("after"):
         ids = [one["id"] for one in found]
         if after not in ids:
             raise bad_request(
@@ -320,19 +367,14 @@ def _listed(found: list[dict[str, Any]], request: HTTPRequest, most: int, usual:
     return json_response(_page(found[:limit], len(found) > limit))
 
 
-def _limit(request: HTTPRequest, most: int, usual: int) -> int:
-    text = request.query_params.get("limit", str(usual))
+def _limit(asked: AskedBatches, most: int, usual: int) -> int:
+    text = asked.http.query_params.get("limit", str(usual))
     if not (re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= most):
         raise bad_request("invalid_value", f"limit is 1 to {most}", "limit")
     return int(text)
 
 
 # -- requests --------------------------------------------------------------------------------------
-def _info(request: HTTPRequest) -> RequestInfo:
-    info: RequestInfo = request.scope["pageturner"]
-    return info
-
-
 def _purpose(fields: dict[str, str]) -> str:
     purpose = fields.pop("purpose", "")
     if purpose != INPUT:
@@ -349,7 +391,7 @@ def _decoded(raw: bytes) -> NewBatch:
     except msgspec.ValidationError as error:
         name = str(error).partition(" - at `$.")[2].rstrip("`")
         raise bad_request("invalid_value", str(error)[:400], name or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise bad_request("invalid_json", f"the body is not valid JSON: {error}"[:400]) from None
     if wanted.endpoint not in ENDPOINTS:
         message = f"endpoint is one of {', '.join(ENDPOINTS)}, not {wanted.endpoint[:80]!r}"
@@ -374,23 +416,8 @@ def seconds_of(window: str) -> int:
     return seconds
 
 
-async def _file(request: HTTPRequest, batches: Batches) -> FileRecord:
-    id = request.path_params["id"]
-    file = await batches.runner.do(batches.journal.file, id)
-    if file is None or file.tenant != _info(request).tenant:
-        raise _no_file(id)
-    return file
-
-
 def _no_file(id: str) -> ClientError:
     return ClientError(404, "file_not_found", f"there is no file {id[:80]!r}", "file_id")
-
-
-async def _batch(id: str, request: HTTPRequest, batches: Batches) -> BatchRecord:
-    record = await batches.runner.do(batches.journal.batch, id)
-    if record is None or record.tenant != _info(request).tenant:
-        raise ClientError(404, "batch_not_found", f"there is no batch {id[:80]!r}", "batch_id")
-    return record
 
 
 # -- the disk --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -22,8 +21,9 @@ from pageturner.http.http_client import (
     request_bytes,
 )
 from pageturner.request import BACKGROUND
+from pageturner.server.api.base.body import json_or_none
 from pageturner.server.api.batches.batch_journal import BatchRecord
-from pageturner.server.api.batches.batch_lines import Answered, Question
+from pageturner.server.api.batches.batch_lines import Answered, Question, retry_after_of
 
 CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
 ANSWER_SECONDS = (
@@ -83,8 +83,7 @@ class AskedServer:
             self._count_silence(str(error))
             return Answered(503, b"{}")
         self._heard_at = self._clock()
-        told = dict(exchange.headers).get(b"retry-after", b"")
-        return Answered(exchange.status, body, float(told) if told.isdigit() else 0.0)
+        return Answered(exchange.status, body, retry_after_of(exchange.headers))
 
     def _count_silence(self, why: str) -> None:
         if self._clock() - self._heard_at > GONE_SECONDS and self.gone and not self.gone.done():
@@ -94,10 +93,10 @@ class AskedServer:
             )
 
 
+class _Props(msgspec.Struct):
+    total_slots: int = 0
+
+
 def _slots(page: bytes) -> int:
-    try:
-        told: Any = msgspec.json.decode(page)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return 0
-    slots = told.get("total_slots") if isinstance(told, dict) else 0
-    return slots if isinstance(slots, int) and 0 < slots <= 4096 else 0
+    slots = (json_or_none(page, _Props) or _Props()).total_slots
+    return slots if 0 < slots <= 4096 else 0

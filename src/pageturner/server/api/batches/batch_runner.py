@@ -35,9 +35,11 @@ from pageturner.server.api.batches.batch_journal import (
     BatchRecord,
     FileRecord,
     Journal,
+    JournalError,
     LineResult,
     WaitingLine,
     crc_of,
+    write_whole,
 )
 from pageturner.server.api.batches.batch_lines import (
     Answered,
@@ -51,7 +53,6 @@ from pageturner.server.api.batches.batch_lines import (
     unanswered_line,
 )
 from pageturner.server.api.batches.disk_thread import DiskThread
-from pageturner.server.api.batches.durable_files import JournalError, write_whole
 
 log = logging.getLogger("pageturner")
 P = ParamSpec("P")
@@ -77,6 +78,7 @@ UNANSWERED = {
     BATCH_FAILED: ("batch_failed", "the batch failed before this request was executed"),
 }
 
+NOWHERE = {"param": None, "line": None}  # the place of a problem with a whole file
 
 Ask = Callable[[Question, BatchRecord], Awaitable[Answered]]
 
@@ -122,13 +124,11 @@ class BatchRunner:
     ) -> None:
         self.trouble = self.broken = ""
         self._held: set[int] = set()  # ids of lines that are under way
-        self._journal, self._paths, self._ask, self._room, self._most = (
-            journal,
-            paths,
-            ask,
-            room,
-            most,
-        )
+        self._journal = journal
+        self._paths = paths
+        self._ask = ask
+        self._room = room
+        self._most = most
         self._thread = DiskThread("batches")
         self._batches: dict[str, RunningBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -261,9 +261,9 @@ class BatchRunner:
         if record.why or batch.ending.is_set():
             return
         if not record.total:
-            message = "the input file has no lines"
-            problem = {"code": "empty_file", "message": message, "param": None, "line": None}
-            await self.do(self._journal.move, record.id, FINALIZING, BATCH_FAILED, problem)
+            await self.do(
+                self._fail, record, "empty_file", "the input file has no lines", **NOWHERE
+            )
         else:
             await self.do(self._journal.move, record.id, IN_PROGRESS)
         await self._reload(batch)
@@ -275,11 +275,8 @@ class BatchRunner:
             with path.open("rb") as file:
                 found = _some(lines_of(file, record.position, record.lines, self._most))
         except OSError as error:
-            problem = {
-                "code": "invalid_file",
-                "message": f"the input file cannot be read: {error.strerror}",
-            }
-            self._journal.move(record.id, FINALIZING, BATCH_FAILED, problem)
+            message = f"the input file cannot be read: {error.strerror}"
+            self._fail(record, "invalid_file", message)
             return False
         if not found:
             return False
@@ -292,10 +289,14 @@ class BatchRunner:
             LEAST_ERRORS, ERRORS_PER_BYTE * (begin + size)
         ):
             message = "nearly every line is bad: mend those that are named and send the file again"
-            problem = {"code": "too_many_errors", "message": message}
-            self._journal.move(record.id, FINALIZING, BATCH_FAILED, problem)
+            self._fail(record, "too_many_errors", message)
             return False
         return True
+
+    def _fail(self, record: BatchRecord, code: str, message: str, **place: None) -> None:
+        """Have the batch end as failed. In the thread."""
+        problem = {"code": code, "message": message, **place}
+        self._journal.move(record.id, FINALIZING, BATCH_FAILED, problem)
 
     async def _answer_lines(self, batch: RunningBatch) -> None:
         """Every line that waits, in their order."""
@@ -332,8 +333,7 @@ class BatchRunner:
 
     async def _changed(self, batch: RunningBatch) -> None:
         message = "the input file is not the one that was looked at: it was changed meanwhile"
-        problem = {"code": "input_changed", "message": message, "param": None, "line": None}
-        await self.do(self._journal.move, batch.record.id, FINALIZING, BATCH_FAILED, problem)
+        await self.do(self._fail, batch.record, "input_changed", message, **NOWHERE)
 
     async def _stop_lines(self, batch: RunningBatch) -> None:
         tasks = [*batch.tasks]

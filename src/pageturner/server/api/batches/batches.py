@@ -7,30 +7,31 @@ HTTP's side of it (batch_pages.py), nor how a batch is run (batch_runner.py).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
-import os
 import re
 import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import EngineFault
 from pageturner.http.api_keys import ApiKey
 from pageturner.http.error_responses import error_body, error_body_of, unforeseen
 from pageturner.http.receiving import again
 from pageturner.http.request_info import RequestInfo
-from pageturner.private_files import open_private, own_folder
+from pageturner.private_files import own_folder
 from pageturner.request import BACKGROUND
-from pageturner.server.api.batches.batch_journal import BatchRecord, FileRecord, Journal
-from pageturner.server.api.batches.batch_lines import Answered, Question
+from pageturner.server.api.batches.batch_journal import (
+    BatchRecord,
+    FileRecord,
+    Journal,
+    JournalError,
+)
+from pageturner.server.api.batches.batch_lines import Answered, Question, retry_after_of
 from pageturner.server.api.batches.batch_runner import BatchPaths, BatchRunner
-from pageturner.server.api.batches.durable_files import JournalError
 from pageturner.server.service import Service
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class SelfAsked:
             )
         trace = self._traces.begin_named(record.id, question.url) if self._traces else None
         try:
-            await self._app(scope, again(question.body, _stays), sent)
+            await self._app(scope, again(question.body), sent)
         except Exception:
             if not sent.status:
                 raise
@@ -179,32 +180,6 @@ class _Sent:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            told = dict(message["headers"]).get(b"retry-after", b"")
-            self.retry_after = float(told) if told.isdigit() else 0.0
+            self.retry_after = retry_after_of(message["headers"])
         else:
             self.body += message.get("body", b"")
-
-
-async def _stays() -> Message:
-    """Receive callable of a client that never disconnects."""
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}{uuid.uuid4().hex}"
-
-
-def no_batches() -> ClientError:
-    message = "this server keeps no files and no batches: start it with --batch-dir PATH"
-    return ClientError(404, "batches_off", message)
-
-
-def remove(path: Path) -> None:
-    """Take a file away, if it is there."""
-    path.unlink(missing_ok=True)
-
-
-def begin_file(path: Path) -> int:
-    """A new file. OSError where it cannot be."""
-    return open_private(path, os.O_EXCL | os.O_WRONLY)

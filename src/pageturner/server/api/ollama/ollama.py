@@ -7,7 +7,6 @@ APIs have in common (call.py, replies.py), nor its small endpoints (ollama_pages
 from __future__ import annotations
 
 import datetime
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,18 +33,25 @@ from pageturner.server.api.base.answer_parts import (
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import (
     Call,
+    Reader,
     check_model,
     check_prompt,
     check_text,
+    finished,
     sampling_params,
-    with_choices,
     with_max_tokens,
 )
-from pageturner.server.api.base.dialect import Dialect
-from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, TokenLogprob, encode
+from pageturner.server.api.base.dialect import Dialect, no_end
+from pageturner.server.api.base.replies import (
+    InParts,
+    Reply,
+    ReplyShape,
+    TokenLogprob,
+    encode,
+)
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import (
-    FieldMap,
+    FIELD_MAPS,
     Fields,
     fields_of,
     fields_within,
@@ -58,81 +64,24 @@ from pageturner.server.api.openai.fim import read_gap
 from pageturner.text import parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
-log = logging.getLogger("pageturner")
 NDJSON = b"application/x-ndjson"
 LATEST = ":latest"  # which their clients put behind a name without a tag
-# option -> our field
-OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
 EFFORTS = ("low", "medium", "high", "max")
-# how a model is loaded, which is this server's own affair, and how far penalties look back
-PASSED_OVER = frozenset(
-    {
-        "num_ctx",
-        "num_keep",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "num_thread",
-        "numa",
-        "use_mmap",
-        "use_mlock",
-        "low_vram",
-        "vocab_only",
-        "f16_kv",
-        "logits_all",
-        "embedding_only",
-        "repeat_last_n",
-        "draft_num_predict",
-    }
-)
-OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "mirostat": (0,),
-    "mirostat_tau": (5.0,),
-    "mirostat_eta": (0.1,),
-    "tfs_z": (1, 1.0),
-    "typical_p": (1, 1.0),
-    "penalize_newline": (True, False),
-}
-FIELDS = FieldMap(
-    taken=(
-        "model",
-        "messages",
-        "prompt",
-        "suffix",
-        "system",
-        "raw",
-        "options",
-        "format",
-        "stream",
-        "keep_alive",
-        "tools",
-        "think",
-        "chat_template_kwargs",
-        "context",
-    ),
-    same=("logprobs", "top_logprobs"),
-    names={ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
-    | {"response_format": "format", "reasoning_effort": "think"},
-    neutral={
-        "images": ([],),
-        "template": ("",),
-    },
+OPTIONS = FIELD_MAPS["ollama options"]
+_MAP = FIELD_MAPS["ollama"]
+FIELDS = msgspec.structs.replace(
+    _MAP, names={ours: f"options.{theirs}" for theirs, ours in OPTIONS.options.items()} | _MAP.names
 )
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
 
 
 # -- requests --------------------------------------------------------------------------------------
+def model_of(fields: Fields) -> str | None:
+    """The model that a request names, without the tag that their clients put behind it."""
+    model: str | None = value_of(fields, "model", str)
+    return model and model.removesuffix(LATEST)
+
+
 def _decoder(
     says: Callable[[Fields], dict[str, Any]],
 ) -> Callable[[bytes, RequestLimits], RequestBody]:
@@ -142,8 +91,7 @@ def _decoder(
         fields = fields_of(raw, limits)
         ours = FIELDS.passed_on(fields) | says(fields) | _options(fields) | _thinking(fields)
         ours["stream"] = value_of(fields, "stream", bool, True)
-        model = value_of(fields, "model", str)
-        ours["model"] = model and model.removesuffix(LATEST)
+        ours["model"] = model_of(fields)
         if (form := value_of(fields, "format", str | dict[str, Any], "")) != "":
             ours["response_format"] = _response_format(form)
         body = FIELDS.to_openai_request(ours, limits)
@@ -159,17 +107,15 @@ def _options(fields: Fields) -> dict[str, Any]:
     if "options" not in fields:
         return {}
     options = fields_within(bytes(fields["options"]), "options")
-    refuse(options, OPTIONS_NEUTRAL)
-    if unknown := options.keys() - OPTIONS.keys() - PASSED_OVER:
+    refuse(options, OPTIONS.neutral)
+    if unknown := options.keys() - OPTIONS.own:
         name = min(unknown)
         raise bad_request(
             "unsupported_parameter", f"options: {name[:64]!r} is not known here", "options"
         )
-    if passed := options.keys() & PASSED_OVER:
-        log.info("ignored options: %s", ", ".join(sorted(passed)))
     if value_of(options, "num_predict", int | float) in NO_LIMIT:
         del options["num_predict"]
-    return {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
+    return OPTIONS.optional(options)
 
 
 def _response_format(form: str | dict[str, Any]) -> dict[str, Any]:
@@ -186,16 +132,17 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     """`think`, as chats have it."""
     think = value_of(fields, "think", bool | str)
     given = value_of(fields, "chat_template_kwargs", dict[str, Any], {})
-    if think is None:
-        return {"chat_template_kwargs": given}
+    ours = {"chat_template_kwargs": given}
     if isinstance(think, str):
         if think not in EFFORTS:
             message = f"think is true, false, {', '.join(EFFORTS)}"
             raise bad_request("invalid_value", message, "think")
-        return {"reasoning_effort": think, "chat_template_kwargs": given}
-    if not think:
-        return {"reasoning_effort": "none", "chat_template_kwargs": given}
-    return {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, **given}}
+        ours["reasoning_effort"] = think
+    elif think:
+        ours["chat_template_kwargs"] = {"enable_thinking": True, "thinking": True, **given}
+    elif think is False:
+        ours["reasoning_effort"] = "none"
+    return ours
 
 
 def _says_chat(fields: Fields) -> dict[str, Any]:
@@ -225,15 +172,7 @@ def _says_generate(fields: Fields) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in said if text]}
 
 
-def read_chat(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /api/chat."""
-    _check_thinks(body, served)
-    return FIELDS.renaming(lambda: _read_any(chat.read, body, served))
-
-
-def _read_any(
-    read: Callable[[RequestBody, ServedModel], Call], body: RequestBody, served: ServedModel
-) -> Call:
+def _behind_context(read: Reader, body: RequestBody, served: ServedModel) -> Call:
     """The call that `read` makes, behind the tokens of `context`. num_predict 0: the prompt is
     computed and nothing said."""
     nothing = body.max_tokens == 0
@@ -242,25 +181,31 @@ def _read_any(
     call = read(body, served)
     if body.context:
         prompt = tuple(check_prompt([*body.context, *call.prompts[0]], "context", served))
-        usual = served.defaults.get("max_tokens")
-        fitted = with_max_tokens(call.params[0], len(prompt), body.max_tokens, usual, served)
+        fitted = with_max_tokens(call.params[0], len(prompt), body.max_tokens, served)
         call = replace(call, prompts=(prompt,), params=(fitted,))
     return replace(call, only_echoes=nothing or call.only_echoes)
 
 
+@FIELDS.renames
+def read_chat(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /api/chat."""
+    _check_thinks(body, served)
+    return _behind_context(chat.read, body, served)
+
+
+@FIELDS.renames
 def read_generate(body: RequestBody, served: ServedModel) -> Call:
     """A call of /api/generate: a gap, or through the template where the model has one and the
     request wants it."""
     if body.suffix:
-        return FIELDS.renaming(lambda: read_gap(body, served))
+        return read_gap(body, served)
     _check_thinks(body, served)
     if body.prompt is None and served.template is not None:
-        return FIELDS.renaming(lambda: _read_any(chat.read, body, served))
-    text = body.prompt if isinstance(body.prompt, str) else ""
-    for message in body.messages or ():
-        text = f"{text}\n\n{message['content']}" if text else message["content"]
-    body = msgspec.structs.replace(body, prompt=text)
-    return FIELDS.renaming(lambda: _read_any(_read_text, body, served))
+        return _behind_context(chat.read, body, served)
+    if body.prompt is None:
+        texts = [message["content"] for message in body.messages or ()]
+        body = msgspec.structs.replace(body, prompt="\n\n".join(texts))
+    return _behind_context(_read_text, body, served)
 
 
 def _check_thinks(body: RequestBody, served: ServedModel) -> None:
@@ -287,9 +232,7 @@ def _read_text(body: RequestBody, served: ServedModel) -> Call:
     check_text(text, "prompt", body, served)
     tokens = served.tokenizer.encode(text, add_special=True, parse_special=True)
     prompt = tuple(check_prompt(tokens, "prompt", served))
-    usual = served.defaults.get("max_tokens")
-    fitted = with_max_tokens(params, len(prompt), body.max_tokens, usual, served)
-    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
+    return finished(Call(body, (prompt,), (params,)), body.max_tokens, served)
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -298,9 +241,8 @@ def created_at() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-Said = Callable[
-    [str, dict[str, Any]], dict[str, Any]
-]  # text and what else there is: what a line says
+# text and what else there is -> what a line says
+Said = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 def _chat_said(text: str, more: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +321,7 @@ def _ns(seconds: float) -> int:
 def _dialect(
     name: str,
     says: Callable[[Fields], dict[str, Any]],
-    read: Callable[[RequestBody, ServedModel], Call],
+    read: Reader,
     said: Said,
 ) -> Dialect:
     """says: our fields of what is asked; said: where a line has its text."""
@@ -393,9 +335,8 @@ def _dialect(
     def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
         yield
         stream = streams[0]
-        parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
-        known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
-        told = _logprobs(reply, known[: len(known) - stream.hidden])
+        parts = parts_of(reply, stream, answer)
+        told = _logprobs(reply, chat.known_of(stream))
         line = _whole_said(reply, parts, said) | told | context(stream)
         return _line(reply.model, line, stream)
 
@@ -416,14 +357,14 @@ def _dialect(
 
     return Dialect(
         id_prefix=name,
-        shape=ReplyShape(whole_object=name, chunk_object=name, content=lambda text: said(text, {})),
+        shape=ReplyShape(name),
         read=read,
         whole=whole,
         chunk=chunk,
         begin=lambda reply, stream: b"",  # its clients take every line for JSON
         alive=b"",
         failed=_failed,
-        end=_end,
+        end=no_end,
         media_type=NDJSON,
         decode=_decoder(says),
     )
@@ -431,10 +372,6 @@ def _dialect(
 
 def _failed(_: Reply, error: ClientError) -> bytes:
     return ollama_error(error.status, error.code, error.message) + b"\n"
-
-
-def _end(_: Reply, streams: list[OutputStream]) -> bytes:
-    return b""  # the last line has said it
 
 
 OLLAMA_CHAT = _dialect("ollama-chat", _says_chat, read_chat, _chat_said)

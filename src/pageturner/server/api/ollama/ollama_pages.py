@@ -21,7 +21,7 @@ from pageturner.http.slices import in_thread
 from pageturner.server.admission.metered import metered
 from pageturner.server.admission.service_level import service_level_of
 from pageturner.server.api.base import answer_grammar
-from pageturner.server.api.base.body import RequestBody, convert
+from pageturner.server.api.base.body import RequestBody, convert, json_or_none
 from pageturner.server.api.base.call import check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
@@ -180,10 +180,7 @@ class OllamaEndpoint:
         what is wrong with that is said where it is read."""
         if len(raw) > SHORT:
             return None
-        try:
-            body = msgspec.json.decode(raw, type=self.asks)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
+        body = json_or_none(raw, self.asks)
         return None if any(getattr(body, name, None) for name in ASKING) else body
 
     def _loaded(self, body: Any, model: str) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from pageturner.server.api.base.call import (
     check_model,
     check_prompt,
     check_text,
+    finished,
     sampling_params,
     truncate_prompt,
-    with_choices,
-    with_max_tokens,
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
@@ -64,9 +63,8 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     tokens = truncate_prompt(tokens, body, served, asked or 1)
     prompt = tuple(check_prompt(tokens, "messages", served))
     params, answer = read_answer(params, body, text, served)
-    fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
-    call = Call(body, (prompt,), (fitted,), echoes=chat_fields.echoes(body), answer=answer)
-    return with_choices(call, served)
+    call = Call(body, (prompt,), (params,), echoes=chat_fields.echoes(body), answer=answer)
+    return finished(call, asked, served)
 
 
 def chat_tokens(
@@ -92,12 +90,10 @@ def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) 
 def _choice(
     reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer
 ) -> InParts[dict[str, Any]]:
-    known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
-    known = known[: len(known) - stream.hidden]
     choice = {
         "index": index,
         "message": message(reply, stream, whole_answer),
-        "logprobs": (yield from _logprobs(reply, known)),
+        "logprobs": (yield from _logprobs(reply, known_of(stream))),
         "finish_reason": finish_reason(reply, stream),
         "stop_reason": stream.stop_reason,
     }
@@ -159,6 +155,12 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
     return reply.event(
         [choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n)
     )
+
+
+def known_of(stream: OutputStream) -> list[TokenLogprob]:
+    """Return the logprobs of the tokens that an answer shows."""
+    known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
+    return known[: len(known) - stream.hidden]
 
 
 def known_logprobs(piece: OutputPiece) -> list[TokenLogprob]:

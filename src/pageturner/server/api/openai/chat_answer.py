@@ -28,7 +28,7 @@ def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str
     text, echo = answer.texts[stream.choice], reply.echo(stream)
     if reply.call.answer is None:
         return _said(reply, echo + text, "")
-    parts = parts_of(reply, stream, text, answer.offsets[stream.choice])
+    parts = parts_of(reply, stream, answer)
     calls_cut = bool(reply.call.answer.tools) and reader_of(reply, stream).cut
     content, thoughts = echo + parts.text(CONTENT), parts.text(REASONING)
     calls = [_call(reply, stream, part.call, part.name, part.text) for part in parts.of_kind(CALL)]

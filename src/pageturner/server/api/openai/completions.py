@@ -17,10 +17,9 @@ from pageturner.server.api.base.call import (
     check_model,
     check_prompt,
     check_text,
+    finished,
     sampling_params,
     truncate_prompt,
-    with_choices,
-    with_max_tokens,
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
@@ -61,18 +60,14 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or DEFAULT_MAX_TOKENS)
-    fitted = {
-        length: with_max_tokens(params, length, asked, DEFAULT_MAX_TOKENS, served)
-        for length in set(map(len, prompts))
-    }
     call = Call(
         body=body,
         prompts=prompts,
-        params=tuple(fitted[len(prompt)] for prompt in prompts),
+        params=(params,),
         echoes=texts if body.echo else (),
         only_echoes=only_echoes,
     )
-    return with_choices(call, served)
+    return finished(call, asked, served, DEFAULT_MAX_TOKENS)
 
 
 def _prompts(
@@ -87,26 +82,24 @@ def _prompts(
     special = body.add_special_tokens is not False
     found, texts = [], []
     for one in several:
-        if isinstance(one, str):
-            text = check_text(one, "prompt", body, served)
-            tokens = (
-                gap_prompt(text, body, served)
-                if body.suffix
-                else served.tokenizer.encode(text, add_special=special, parse_special=True)
-            )
-        elif isinstance(one, list) and _is_ids(one):
-            tokens = gap_prompt(one, body, served) if body.suffix else one
-        else:
+        if not isinstance(one, str) and not (isinstance(one, list) and _is_ids(one)):
             raise bad_request(
                 "invalid_type",
                 "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
                 "prompt",
             )
+        if isinstance(one, str):
+            check_text(one, "prompt", body, served)
+        tokens: Any = one
+        if body.suffix:
+            tokens = gap_prompt(one, body, served)
+        elif isinstance(one, str):
+            tokens = served.tokenizer.encode(one, add_special=special, parse_special=True)
         kept = check_prompt(truncate_prompt(tokens, body, served, answer), "prompt", served)
         found.append(tuple(kept))
         if body.echo:
             whole = isinstance(one, str) and len(kept) == len(tokens)
-            texts.append(one if whole else served.tokenizer.decode(kept, skip_special=False))
+            texts.append(str(one) if whole else served.tokenizer.decode(kept, skip_special=False))
     return tuple(found), tuple(texts)
 
 
@@ -205,7 +198,6 @@ COMPLETIONS = Dialect(
     id_prefix="cmpl",
     shape=ReplyShape(
         whole_object="text_completion",
-        chunk_object="text_completion",
         content=lambda text: {"text": text},
     ),
     read=read,

@@ -17,10 +17,10 @@ import msgspec
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import EmbeddingOptions, RequestBody, bad_request
 from pageturner.server.api.base.call import Call
-from pageturner.server.api.base.dialect import Dialect, no_chunk
+from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, fields_within, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, fields_within, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
 from pageturner.text.output_stream import OutputStream
@@ -29,19 +29,8 @@ from pageturner.text.output_stream import OutputStream
 ORDERS = {"native": "=", "little": "<", "big": ">"}
 CODES = {"float32": "f", "float16": "e"}
 OWN = EmbeddingOptions.__struct_fields__
-FIELDS = FieldMap(
-    taken=("input", *OWN),
-    same=(
-        "model",
-        "user",
-        "truncate_prompt_tokens",
-        "truncation_side",
-        "priority",
-        "cache_salt",
-        "add_special_tokens",
-    ),
-    names={"prompt": "input", "max_tokens": "input"},
-)
+_MAP = FIELD_MAPS["embeddings"]
+FIELDS = msgspec.structs.replace(_MAP, taken=(*_MAP.taken, *OWN))
 
 
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
@@ -62,37 +51,48 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     return body
 
 
-def read(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /v1/embeddings."""
-    call = FIELDS.renaming(lambda: completions.read(body, served))
-    pooling = (body.embedding or EmbeddingOptions()).pooling
+def read_rows(body: RequestBody, served: ServedModel, pooling: str) -> Call:
+    """A call whose prompts become rows, each pooled so."""
+    call = completions.read(body, served)
     pooled = tuple(
         replace(one, pooling=pooling, temperature=0.0, stop_ids=()) for one in call.params
     )
     return replace(call, params=pooled, only_echoes=True)
 
 
+@FIELDS.renames
+def read(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /v1/embeddings."""
+    return read_rows(body, served, (body.embedding or EmbeddingOptions()).pooling)
+
+
 def whole(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[bytes]:
     """The rows, one for each text."""
-    options = reply.call.body.embedding or EmbeddingOptions()
     rows = []
     for i, stream in enumerate(streams):
-        rows.append(msgspec.Raw(encode(_entry(i, stream, options))))
+        rows.append(msgspec.Raw(encode(_entry(reply, i, stream))))
         yield
     prompt = sum(len(stream.request.prompt) for stream in streams)
     used = {"prompt_tokens": prompt, "total_tokens": prompt}
-    id = reply.about()["id"]
-    return encode({"id": id, "object": "list", "data": rows, "model": reply.model, "usage": used})
+    return encode(
+        {"id": reply.id, "object": "list", "data": rows, "model": reply.model, "usage": used}
+    )
 
 
-def _entry(index: int, stream: OutputStream, options: EmbeddingOptions) -> dict[str, Any]:
+def row_of(reply: Reply, stream: OutputStream) -> list[float]:
+    """The row of a text, as the client wants it."""
+    options = reply.call.body.embedding or EmbeddingOptions()
     wanted = options.dimensions
-    if wanted is not None and wanted > len(stream.pooled.total):
-        most = len(stream.pooled.total)
-        raise bad_request(
-            "invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions"
-        )
-    row = stream.pooled.vector(options.pooling, normalize=options.normalize, dimensions=wanted)
+    most = len(stream.pooled.total)
+    if wanted is not None and wanted > most:
+        message = f"dimensions is {wanted}, and a row has {most}"
+        raise bad_request("invalid_value", message, "dimensions")
+    return stream.pooled.vector(options.pooling, normalize=options.normalize, dimensions=wanted)
+
+
+def _entry(reply: Reply, index: int, stream: OutputStream) -> dict[str, Any]:
+    options = reply.call.body.embedding or EmbeddingOptions()
+    row = row_of(reply, stream)
     embedding: Any = array("f", row).tolist()
     if options.encoding_format == "base64":
         form = f"{ORDERS[options.endianness]}{len(row)}{CODES[options.embed_dtype]}"
@@ -102,9 +102,8 @@ def _entry(index: int, stream: OutputStream, options: EmbeddingOptions) -> dict[
 
 EMBEDDINGS = Dialect(
     id_prefix="embd",
-    shape=ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text}),
+    shape=ReplyShape("list"),
     read=read,
     whole=whole,
-    chunk=no_chunk,
     decode=decode,
 )

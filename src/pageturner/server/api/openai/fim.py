@@ -18,9 +18,8 @@ from pageturner.server.api.base.call import (
     check_model,
     check_prompt,
     check_text,
+    finished,
     sampling_params,
-    with_choices,
-    with_max_tokens,
 )
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import parameters
@@ -73,6 +72,5 @@ def read_gap(body: RequestBody, served: ServedModel) -> Call:
     params = with_ends(sampling_params(body, served, None), body, served)
     text = check_text(body.prompt, "prompt", body, served)
     prompt = tuple(check_prompt(gap_prompt(text, body, served), "prompt", served))
-    fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
-    call = Call(body=body, prompts=(prompt,), params=(fitted,), only_echoes=nothing)
-    return with_choices(call, served)
+    call = Call(body=body, prompts=(prompt,), params=(params,), only_echoes=nothing)
+    return finished(call, asked, served)

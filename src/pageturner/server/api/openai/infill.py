@@ -6,7 +6,6 @@ Owns its fields and options, and the shape of its answers. Must not know what a 
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -16,50 +15,15 @@ from pageturner.errors import ClientError
 from pageturner.http.error_responses import error_body
 from pageturner.http.responses import sse_event
 from pageturner.server.admission.limits import RequestLimits
-from pageturner.server.api.base.body import ExtraFile, RequestBody, bad_request
-from pageturner.server.api.base.call import Call
-from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.body import NOT_JSON, ExtraFile, RequestBody, bad_request
+from pageturner.server.api.base.dialect import Dialect, no_end
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, refuse, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.fim import read_gap
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
-log = logging.getLogger("pageturner")
-# their name of a field -> ours
-OPTIONS = {
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "stream": "stream",
-    "model": "model",
-}
-# where an answer is computed and how it is cut into lines, which is this server's own affair or the
-# editor's
-PASSED_OVER = frozenset(
-    {
-        "cache_prompt",
-        "id_slot",
-        "n_keep",
-        "n_cache_reuse",
-        "n_indent",
-        "samplers",
-        "t_max_prompt_ms",
-        "t_max_predict_ms",
-        "response_fields",
-        "timings_per_token",
-        "return_progress",
-        "repeat_last_n",
-    }
-)
-FIELDS = FieldMap(
-    taken={"input_prefix", "input_suffix", "input_extra", "prompt", *OPTIONS, *PASSED_OVER},
-    names={ours: theirs for theirs, ours in OPTIONS.items()}
-    | {"prompt": "input_prefix", "suffix": "input_suffix"},
-    neutral={"n_probs": (0,), "return_tokens": (False,)},
-)
+FIELDS = FIELD_MAPS["infill"]
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
@@ -67,16 +31,12 @@ STOP_TYPES = {"length": "limit", "stop": "eos"}
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a prompt and a suffix."""
     fields = fields_of(raw, limits)
-    refuse(fields, FIELDS.neutral, "is not supported")
-    if passed := fields.keys() & PASSED_OVER:
-        log.info("ignored options: %s", ", ".join(sorted(passed)))
+    ours = FIELDS.passed_on(fields)
     prefix, typed = value_of(fields, "input_prefix", str, ""), value_of(fields, "prompt", str, "")
     extra = _extra(fields)
-    ours = FIELDS.passed_on(fields)
-    ours |= {name: fields[theirs] for theirs, name in OPTIONS.items() if theirs in fields}
     for name, unset in (("n_predict", -1), ("seed", -1)):  # as long as there is room; drawn
         if value_of(fields, name, int | float) == unset:
-            ours.pop(OPTIONS.get(name, name), None)
+            ours.pop(FIELDS.options.get(name, name), None)
     ours |= {"prompt": prefix + typed, "suffix": value_of(fields, "input_suffix", str, "")}
     body = FIELDS.to_openai_request(ours, limits)
     body.extra = extra
@@ -88,14 +48,9 @@ def _extra(fields: Fields) -> list[ExtraFile]:
         return []
     try:
         return msgspec.json.decode(fields["input_extra"], type=list[ExtraFile])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         message = f"input_extra is a list of objects with a text and a filename: {error}"[:400]
         raise bad_request("invalid_type", message, "input_extra") from None
-
-
-def read(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /infill."""
-    return FIELDS.renaming(lambda: read_gap(body, served))
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -156,20 +111,13 @@ def failed(_: Reply, error: ClientError) -> bytes:
     return sse_event(error_body(error.status, error.code, error.message))
 
 
-def end(_: Reply, streams: list[OutputStream]) -> bytes:
-    """Nothing: the last event has said that it is the last."""
-    return b""
-
-
 INFILL = Dialect(
     id_prefix="infill",
-    shape=ReplyShape(
-        whole_object="infill", chunk_object="infill", content=lambda text: {"content": text}
-    ),
-    read=read,
+    shape=ReplyShape("infill"),
+    read=FIELDS.renames(read_gap),
     whole=whole,
     chunk=chunk,
     failed=failed,
-    end=end,
+    end=no_end,
     decode=decode,
 )

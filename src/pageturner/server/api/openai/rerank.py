@@ -19,27 +19,17 @@ from pageturner.params import LARGEST, SamplingParams
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import Count, PairOptions, RequestBody, bad_request
 from pageturner.server.api.base.call import Call, check_model, check_text
-from pageturner.server.api.base.dialect import Dialect, no_chunk
+from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
+from pageturner.server.api.openai.embeddings import read_rows
 from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it
 from pageturner.text.output_stream import OutputStream
 
-SAME = (
-    "model",
-    "user",
-    "priority",
-    "cache_salt",
-    "truncate_prompt_tokens",
-    "truncation_side",
-)
-OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
-# fields of others that cut documents into parts, or look at parts of them
-REFUSED = ("rank_fields", "max_chunks_per_doc", "overlap_tokens")
 AT_ONCE = 16  # texts whose prompts are rendered in the event loop
 NOT_NEGATIVE = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
@@ -82,15 +72,12 @@ def _texts(fields: Fields, name: str) -> list[str]:
     if name not in fields:
         raise bad_request("missing_field", f"{name} is missing", name)
     given = value_of(fields, name, str | list[str | dict[str, Any]])
-    texts = [one.get("text") if isinstance(one, dict) else one for one in _listed(given)]
+    listed = [given] if isinstance(given, str) else given
+    texts = [one.get("text") if isinstance(one, dict) else one for one in listed]
     if not texts or not all(isinstance(text, str) for text in texts):
         message = f'{name} is a text or a list of texts, each plain or as {{"text": ...}}'
         raise bad_request("invalid_value", message, name)
     return [str(text) for text in texts]
-
-
-def _listed(given: str | list[Any]) -> list[Any]:
-    return [given] if isinstance(given, str) else given
 
 
 def _pairs(fields: Fields, **known: Any) -> PairOptions:
@@ -108,11 +95,6 @@ def _understood(
     pairs: PairOptions,
     limits: RequestLimits,
 ) -> RequestBody:
-    for name in REFUSED:
-        if name in fields:
-            raise bad_request(
-                "unsupported_parameter", f"{name} is not supported: leave it out", name
-            )
     map = field_map(taken)
     body = map.to_openai_request(map.passed_on(fields) | {"prompt": texts, "max_tokens": 1}, limits)
     body.pairs = pairs
@@ -122,14 +104,8 @@ def _understood(
 def field_map(taken: tuple[str, ...]) -> FieldMap:
     """The fields of a body. taken: its own names; the second is that of the documents."""
     names = dict.fromkeys(("prompt", "max_tokens", "n", "beam_width"), taken[1])
-    return FieldMap((*taken, *OWN), SAME, names)
-
-
-def _reader(taken: tuple[str, ...]) -> Any:
-    def read(body: RequestBody, served: ServedModel) -> Call:
-        return field_map(taken).renaming(lambda: _read(body, served))
-
-    return read
+    ours = FIELD_MAPS["pairs"]
+    return msgspec.structs.replace(ours, taken=(*taken, *ours.taken), names=names)
 
 
 def _read(body: RequestBody, served: ServedModel) -> Call:
@@ -149,11 +125,9 @@ def _read(body: RequestBody, served: ServedModel) -> Call:
 def _cut(text: str, most: int, served: ServedModel) -> str:
     """The beginning of a text, as so many tokens write it."""
     tokens = served.tokenizer.encode(text, add_special=False, parse_special=True)
-    return (
-        text
-        if len(tokens) <= most
-        else served.tokenizer.decode_whole(tokens[:most], skip_special=False)
-    )
+    if len(tokens) <= most:
+        return text
+    return served.tokenizer.decode_whole(tokens[:most], skip_special=False)
 
 
 def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
@@ -162,11 +136,8 @@ def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call
         message = "instruction is for rerank_by yes_no: write it into the query"
         raise bad_request("unsupported_parameter", message, "instruction")
     pairs = msgspec.structs.replace(pairs, by="cosine")
-    call = completions.read(msgspec.structs.replace(body, prompt=texts, pairs=pairs), served)
-    pooled = tuple(
-        replace(one, pooling=pairs.pooling, temperature=0.0, stop_ids=()) for one in call.params
-    )
-    return replace(call, params=pooled, only_echoes=True)
+    body = msgspec.structs.replace(body, prompt=texts, pairs=pairs)
+    return read_rows(body, served, pairs.pooling)
 
 
 def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
@@ -255,12 +226,12 @@ def whole_rerank(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> I
             [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in best]
         )
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
-    for result in results if pairs.documents is not None else ():
-        result["document"] = {"text": pairs.documents[result["index"]]} if pairs.documents else None
-    id = reply.about()["id"]
+    if pairs.documents is not None:
+        for result in results:
+            result["document"] = {"text": pairs.documents[result["index"]]}
     return encode(
         {
-            "id": id,
+            "id": reply.id,
             "object": "list",
             "model": reply.model,
             "results": results,
@@ -273,25 +244,22 @@ def whole_score(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> In
     """The scores, pair by pair."""
     scores = yield from _scores(reply, streams)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-    about = reply.about()
-    told = {"id": about["id"], "object": "list", "created": about["created"], "model": reply.model}
-    return encode({**told, "data": data, "usage": {**_used(streams), "completion_tokens": 0}})
+    used = {**_used(streams), "completion_tokens": 0}
+    about = {"id": reply.id, "object": "list", "created": reply.about()["created"]}
+    return encode({**about, "model": reply.model, "data": data, "usage": used})
 
 
-_SHAPE = ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text})
 RERANK = Dialect(
     id_prefix="rerank",
-    shape=_SHAPE,
-    read=_reader(("query", "documents")),
+    shape=ReplyShape("list"),
+    read=field_map(("query", "documents")).renames(_read),
     whole=whole_rerank,
-    chunk=no_chunk,
     decode=decode_rerank,
 )
 SCORE = Dialect(
     id_prefix="score",
-    shape=_SHAPE,
-    read=_reader(("text_1", "text_2")),
+    shape=ReplyShape("list"),
+    read=field_map(("text_1", "text_2")).renames(_read),
     whole=whole_score,
-    chunk=no_chunk,
     decode=decode_score,
 )

@@ -32,8 +32,9 @@ from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
 from pageturner.server.admission.limits import LONGEST_NAME
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
-from pageturner.server.api.base.body import MAX_SEED, UNSUPPORTED, RequestBody, SessionFields
+from pageturner.server.api.base.body import MAX_SEED, RequestBody, SessionFields
 from pageturner.server.api.base.call import NUMBERS
+from pageturner.server.api.base.foreign_fields import UNSUPPORTED
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai.chat_fields import RESERVED
 from pageturner.server.sessions import LONGEST
@@ -43,14 +44,6 @@ from pageturner.text.fim import fim_tokens
 from pageturner.text.structured_outputs import MAX_CHOICES
 
 Narrowing = Mapping[str, Any] | Callable[[ServedModel], Mapping[str, Any]]
-DEVELOPER = ("forced_end", "force_ids", "inject_fault")
-# field -> whose entry in LIMITS bounds it, where that has another name
-_LIMITED_AS = {
-    "max_completion_tokens": "max_tokens",
-    "max_reasoning_tokens": "max_thinking_tokens",
-    "thinking_token_budget": "max_thinking_tokens",
-    "top_logprobs": "logprobs",
-}
 
 
 def longest_prompt(served: ServedModel) -> int:
@@ -117,6 +110,7 @@ _NAME = {"maxLength": LONGEST_NAME}
 FIELDS: dict[str, dict[str, Any]] = msgspec.json.decode(
     Path(__file__).with_name("fields.json").read_bytes()
 )
+DEVELOPER = tuple(name for name, about in FIELDS.items() if about.get("for") == "developers")
 # field -> what is known of it that the table cannot say
 NARROWED: dict[str, Narrowing] = {
     "model": lambda s: one_of(s.model, *s.names, "", None),
@@ -200,7 +194,7 @@ def default_of(name: str, served: ServedModel) -> Any:
 
 
 def _bounds(name: str) -> Schema:
-    limited = _LIMITED_AS.get(name, name)
+    limited = FIELDS[name].get("limit", name)
     if limited not in LIMITS:
         return {}
     least, most = LIMITS[limited]
@@ -218,30 +212,16 @@ def numbers_up_to(most: int) -> str:
     return "|".join([*ways, digits])
 
 
-# fields that mean something in one of OpenAI's two older APIs only
-COMPLETIONS_ONLY = frozenset({"prompt", "echo", "suffix"})
-CHATS_ONLY = frozenset(
-    {
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "reasoning_effort",
-        "max_reasoning_tokens",
-        "thinking_token_budget",
-        "top_logprobs",
-        "parse_special",
-        "add_generation_prompt",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "chat_template",
-    }
-)
+def _all_but(other: str, served: ServedModel) -> dict[str, Schema]:
+    """The fields of one of OpenAI's two older APIs: without those that mean something in the other
+    one only."""
+    ours = field_schemas(served)
+    return {name: one for name, one in ours.items() if FIELDS[name].get("for") != other}
 
 
 def of_completions(served: ServedModel) -> dict[str, Schema]:
     """The fields of /v1/completions."""
-    ours = {name: one for name, one in field_schemas(served).items() if name not in CHATS_ONLY}
+    ours = _all_but("chats", served)
     refused: dict[str, tuple[Any, ...]] = {
         "max_reasoning_tokens": (),
         "thinking_token_budget": (),
@@ -258,9 +238,7 @@ def of_completions(served: ServedModel) -> dict[str, Schema]:
 
 def of_chats(served: ServedModel) -> dict[str, Schema]:
     """The fields of /v1/chat/completions."""
-    ours = {
-        name: one for name, one in field_schemas(served).items() if name not in COMPLETIONS_ONLY
-    }
+    ours = _all_but("completions", served)
     said = ours["logprobs"]["description"]
     return {
         **ours,

@@ -35,25 +35,9 @@ from pageturner.server.service import Service
 EVERY_REQUEST = (400, 408, 413, 431, 500, 503)
 BEHIND_THE_DOOR = (403, 415)  # those of requests that keys and web pages matter to
 AGAIN = (429, 503)  # with Retry-After
-_ERROR_SCHEMAS = {anthropic_error: "AnthropicError", ollama_error: "OllamaError"}
+_PRIORITY: Schema = {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1}
 _MS: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS}
-HEADERS: dict[str, tuple[str, Schema]] = {
-    "X-Request-Id": (
-        "Part of the answer's id, where it is 1 to 128 letters, digits and ._:-.",
-        STRING,
-    ),
-    "X-Tenant": (
-        "Whose the request is, where keys do not say it.",
-        {**STRING, "pattern": "^[A-Za-z0-9._-]{1,64}$"},
-    ),
-    "X-Priority": (
-        "As the field priority, which goes before it.",
-        {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1},
-    ),
-    "X-Deadline-Ms": ("As the field deadline_ms.", _MS),
-    "X-Ttft-Target-Ms": ("As the field ttft_target_ms.", _MS),
-    "X-Tpot-Target-Ms": ("As the field tpot_target_ms.", _MS),
-}
+_ERROR_SCHEMAS = {anthropic_error: "AnthropicError", ollama_error: "OllamaError"}
 
 
 def document(
@@ -83,26 +67,11 @@ def document(
         "paths": paths,
         "components": {
             "schemas": {**bodies, **components, **schemas["answers"]},
-            **header_components(),
+            "parameters": resolved(
+                schemas["parameters"], {"priority": _PRIORITY, "milliseconds": _MS}
+            ),
+            "headers": schemas["headers"],
             "securitySchemes": schemes,
-        },
-    }
-
-
-def header_components() -> dict[str, dict[str, Any]]:
-    """The components that operations name, but for schemas."""
-    return {
-        "parameters": {name: _header(name) for name in HEADERS},
-        "headers": {
-            "X-Request-Id": {
-                "description": HEADERS["X-Request-Id"][0],
-                "required": True,
-                "schema": STRING,
-            },
-            "Retry-After": {
-                "description": "Seconds after which to ask again.",
-                "schema": {"type": "integer"},
-            },
         },
     }
 
@@ -113,13 +82,6 @@ def _operation(one: ApiOperation, served: ServedModel, keyed: bool) -> dict[str,
         {"name": name, "in": "path", "required": True, "schema": known[one.variable]}
         for name in re.findall(r"\{(\w+)\}", one.path)
     ]
-    return operation_object(one, keyed, variables)
-
-
-def operation_object(
-    one: ApiOperation, keyed: bool, variables: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    """Return the OpenAPI object of one operation. variables: the parameters in its path."""
     made: dict[str, Any] = {"operationId": one.id, "summary": one.summary, "tags": [one.group]}
     if parameters := [*variables, *_headers(one)]:
         made["parameters"] = parameters
@@ -135,13 +97,8 @@ def operation_object(
 
 
 def _headers(one: ApiOperation) -> list[dict[str, Any]]:
-    names = HEADERS if one.targets else ("X-Request-Id",)
+    names = data()["parameters"] if one.targets else ("X-Request-Id",)
     return [{"$ref": f"#/components/parameters/{name}"} for name in names if not one.open]
-
-
-def _header(name: str) -> dict[str, Any]:
-    help, schema = HEADERS[name]
-    return {"name": name, "in": "header", "required": False, "description": help, "schema": schema}
 
 
 def _answer(one: ApiOperation) -> dict[str, Any]:

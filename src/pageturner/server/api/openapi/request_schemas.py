@@ -33,12 +33,13 @@ from pageturner.http.request_info import SAFE_ID
 from pageturner.server.adapters import LoadBody, UnloadBody
 from pageturner.server.api.anthropic import messages
 from pageturner.server.api.base.answer_grammar import formats_of
-from pageturner.server.api.base.body import DIALECTS_OWN, UNSUPPORTED, EmbeddingOptions, RequestBody
+from pageturner.server.api.base.body import OURS, EmbeddingOptions
+from pageturner.server.api.base.foreign_fields import UNSUPPORTED
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import EXTRAS, FieldMap
+from pageturner.server.api.base.translate import EXTRAS, FIELD_MAPS, FieldMap
 from pageturner.server.api.batches.batch_pages import NewBatch
-from pageturner.server.api.ollama import ollama, ollama_embed
-from pageturner.server.api.openai import embeddings, infill, rerank
+from pageturner.server.api.ollama import ollama
+from pageturner.server.api.openai import embeddings, infill
 from pageturner.server.api.openapi.field_schemas import (
     field_schemas,
     neutral_schemas,
@@ -53,7 +54,6 @@ from pageturner.server.text_workers.text_jobs import DetokenizeBody, PrefixBody,
 from pageturner.text.fim import fim_tokens
 
 Properties = dict[str, Schema]
-_PAIRS = FieldMap(same=rerank.SAME, neutral=dict.fromkeys(rerank.REFUSED, ()))
 # body -> the fields of its dialect
 _DIALECTS = {
     "AnthropicRequest": messages.FIELDS,
@@ -61,10 +61,10 @@ _DIALECTS = {
     "EmbeddingRequest": embeddings.FIELDS,
     "OllamaChatRequest": ollama.FIELDS,
     "OllamaGenerateRequest": ollama.FIELDS,
-    "OllamaRowsRequest": FieldMap(("model", *ollama_embed.PASSED_OVER)),
-    "OllamaRowRequest": FieldMap(("model", *ollama_embed.PASSED_OVER)),
-    "RerankedRequest": _PAIRS,
-    "ScoredRequest": _PAIRS,
+    "OllamaRowsRequest": FIELD_MAPS["ollama rows"],
+    "OllamaRowRequest": FIELD_MAPS["ollama rows"],
+    "RerankedRequest": FIELD_MAPS["pairs"],
+    "ScoredRequest": FIELD_MAPS["pairs"],
     "GapRequest": infill.FIELDS,
 }
 # body -> the struct that it is decoded as
@@ -118,11 +118,11 @@ def known_schemas(served: ServedModel) -> Properties:
 def _ollama_options(ours: Properties) -> Schema:
     bare = {
         theirs: {word: value for word, value in ours[name].items() if word not in _SAID}
-        for theirs, name in ollama.OPTIONS.items()
+        for theirs, name in ollama.OPTIONS.options.items()
     }
     bare["num_predict"] = {"anyOf": [bare["num_predict"], one_of(*ollama.NO_LIMIT)]}
-    passed_over = dict.fromkeys(sorted(ollama.PASSED_OVER), ANYTHING)
-    properties = bare | neutral_schemas(ollama.OPTIONS_NEUTRAL) | passed_over
+    passed_over = dict.fromkeys(sorted(ollama.OPTIONS.passed_over), ANYTHING)
+    properties = bare | neutral_schemas(ollama.OPTIONS.neutral) | passed_over
     return {
         "type": "object",
         "properties": properties,
@@ -141,7 +141,7 @@ def request_schemas(served: ServedModel) -> Properties:
     for name, struct in _STRUCTS.items():
         made[name]["properties"] = of_struct(struct) | made[name]["properties"]
     made["SettingsRequest"]["properties"] = _settings()
-    infill_own = {theirs: known[name] for theirs, name in infill.OPTIONS.items()}
+    infill_own = {theirs: known[name] for theirs, name in infill.FIELDS.options.items()}
     made["GapRequest"]["properties"] = infill_own | made["GapRequest"]["properties"]
     for name, dialect in _DIALECTS.items():
         made[name]["properties"] = _with_extras(made[name], dialect, known)
@@ -180,10 +180,9 @@ def _with_extras(body: Schema, dialect: FieldMap, known: Properties) -> Properti
     dialect takes, and what is taken only where it changes nothing. Null is as if it were not there,
     but for fields that must be there."""
     own: Properties = body["properties"]
-    own |= dict.fromkeys(sorted({*dialect.taken} - own.keys()), ANYTHING)
+    own |= dict.fromkeys(sorted(dialect.own - own.keys()), ANYTHING)
     needed = {*body.get("required", ())}.union(*(way["required"] for way in body.get("anyOf", ())))
-    ours = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
-    strange = ours - EXTRAS - own.keys() - {*dialect.same}
+    strange = OURS - EXTRAS - own.keys() - {*dialect.same}
     return {
         **neutral_schemas(UNSUPPORTED),
         **neutral_schemas(dict.fromkeys(sorted(strange), ())),

@@ -15,8 +15,15 @@ from typing import Any
 
 import msgspec
 
-from pageturner.server.api.base.body import bad_request
-from pageturner.server.api.base.translate import Fields, content_of, value_of
+from pageturner.server.api.base.body import NOT_JSON, bad_request
+from pageturner.server.api.base.translate import (
+    Fields,
+    content_of,
+    string_in,
+    tool_call,
+    tool_result,
+    value_of,
+)
 from pageturner.text.tools import LONGEST_NAME, MAX_TOOLS
 
 log = logging.getLogger("pageturner")
@@ -119,7 +126,7 @@ def _heads(raw: msgspec.Raw | None) -> list[tuple[msgspec.Raw, _ToolHead]]:
         if len(tools) > MAX_TOOLS:
             return []
         return [(raw, msgspec.json.decode(raw, type=_ToolHead)) for raw in tools]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return []
 
 
@@ -250,7 +257,7 @@ def with_references(items: bytes, find: Callable[[str], bytes]) -> bytes:
     try:
         told = msgspec.json.decode(items, type=list[msgspec.Raw])
         heads = [msgspec.json.decode(raw, type=_ItemHead) for raw in told]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return items  # what is wrong with it is said by who reads it
     named = [
         head.id if head.type == REFERENCE and isinstance(head.id, str) else None for head in heads
@@ -299,22 +306,19 @@ def _add(
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
     elif kind in CALLS:
         if item.get("status") != "incomplete":
-            id, name = _string(item, "call_id", place), _string(item, "name", place)
+            id, name = string_in(item, "call_id", place), string_in(item, "name", place)
             name = _full_name(str(item.get("namespace") or ""), name)
             names[id] = name
             custom = kind == "custom_tool_call"
-            arguments: Any = _string(item, "input" if custom else "arguments", place)
-            function = {"name": name, "arguments": {INPUT: arguments} if custom else arguments}
+            arguments: Any = string_in(item, "input" if custom else "arguments", place)
+            if custom:
+                arguments = {INPUT: arguments}
             calls = _turn(said, fresh=False).setdefault("tool_calls", [])
-            calls.append({"id": id, "type": "function", "function": function})
+            calls.append(tool_call(id, name, arguments))
     elif kind in OUTPUTS:
-        id = _string(item, "call_id", place)
-        result = {
-            "role": "tool",
-            "tool_call_id": id,
-            "content": "\n".join(_texts(item.get("output"), f"{place}.output")),
-        }
-        said.append(result | ({"name": names[id]} if id in names else {}))
+        id = string_in(item, "call_id", place)
+        text = "\n".join(_texts(item.get("output"), f"{place}.output"))
+        said.append(tool_result(id, text, names))
     elif kind == "agent_message":  # of one agent of a client to another
         texts = _texts(item.get("content"), f"{place}.content")
         said.append({"role": "user", "content": content_of(texts)})
@@ -353,7 +357,7 @@ def _thoughts(item: dict[str, Any], place: str) -> str:
         ):
             raise bad_request("invalid_type", f"{place}.{name} must be a list of parts", "input")
         if parts:
-            return "\n".join(_string(part, "text", f"{place}.{name}") for part in parts)
+            return "\n".join(string_in(part, "text", f"{place}.{name}") for part in parts)
     return opened(item.get("encrypted_content"))
 
 
@@ -389,10 +393,3 @@ def _texts(content: Any, where: str) -> list[str]:
             )
         texts.append(text)
     return texts
-
-
-def _string(item: dict[str, Any], name: str, place: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bad_request("invalid_type", f"{place}.{name} must be a string", "input")
-    return value

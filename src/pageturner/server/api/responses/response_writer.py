@@ -27,7 +27,7 @@ from pageturner.server.api.base.answer_parts import (
 from pageturner.server.api.base.replies import InParts, Reply, encode
 from pageturner.server.api.base.usage import reasoning_tokens, usage
 from pageturner.server.api.base.whole_answer import WholeAnswer
-from pageturner.server.api.responses.response_items import INPUT, ItemOptions, sealed
+from pageturner.server.api.responses.response_items import INPUT, sealed
 from pageturner.server.api.responses.response_store import (
     COMPLETED,
     FAILED,
@@ -53,8 +53,64 @@ REPEATED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-CUSTOM = "custom"  # beside the kinds of AnswerPart: a call of text
-PREFIXES = {CONTENT: "msg", REASONING: "rs", CALL: "fc", CUSTOM: "ctc"}  # of ids
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemForm:
+    """The form in which a kind of part is written.
+
+    prefix    begins the ids of its items, whose type is `type`
+    texts     begins the names of the events of its text
+    parts     begins those of its one inner part, whose type is `inner`; "": it has none
+    index     the field that says which inner part an event is about
+    annotated its text has fields for logprobs and annotations, which are empty here
+    """
+
+    prefix: str
+    type: str
+    texts: str
+    parts: str = ""
+    inner: str = ""
+    index: str = ""
+    annotated: bool = False
+
+    @property
+    def logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self.annotated else {}
+
+    def part(self, text: str) -> dict[str, Any]:
+        """The inner part with this text."""
+        annotations: dict[str, Any] = {"annotations": []} if self.annotated else {}
+        return {"type": self.inner, "text": text, **annotations, **self.logprobs}
+
+
+MESSAGE = _ItemForm(
+    prefix="msg",
+    type="message",
+    texts="response.output_text",
+    parts="response.content_part",
+    inner="output_text",
+    index="content_index",
+    annotated=True,
+)
+THOUGHTS = _ItemForm(
+    prefix="rs",
+    type="reasoning",
+    texts="response.reasoning_text",
+    parts="response.content_part",
+    inner="reasoning_text",
+    index="content_index",
+)
+SUMMARY = _ItemForm(
+    prefix="rs",
+    type="reasoning",
+    texts="response.reasoning_summary_text",
+    parts="response.reasoning_summary_part",
+    inner="summary_text",
+    index="summary_index",
+)
+CALL_OF_JSON = _ItemForm("fc", "function_call", "response.function_call_arguments")
+TEXT_CALL = _ItemForm("ctc", "custom_tool_call", "response.custom_tool_call_input")
 
 
 @dataclass(slots=True)
@@ -106,14 +162,14 @@ class ResponseWriter:
     ) -> InParts[bytes]:
         """The body of an answer that is not streamed."""
         yield
-        parts = parts_of(reply, streams[0], answer.texts[0], answer.offsets[0])
+        parts = parts_of(reply, streams[0], answer)
         return encode(self._ended(reply, streams, parts))
 
     def begin(self, reply: Reply, stream: OutputStream) -> bytes:
         """The events by which the answer begins, and its one item where it can have no others."""
         if not reply.begins(stream):
             return b""
-        begun = response_object(self._record(reply), reply.model, [], **_drawn(reply))
+        begun = self._response(reply, [])
         names = ("response.created", "response.in_progress")
         made = [self._event(reply, name, response=begun) for name in names]
         if reply.call.answer is None:
@@ -140,9 +196,7 @@ class ResponseWriter:
         writer = _ItemWriter(reply, record)
         output = [writer.item(part, COMPLETED) for part in parts[:-1]]
         output += [writer.item(part, INCOMPLETE) for part in parts[-1:]]
-        response = response_object(
-            record, reply.model, output, error=error_object(error), **_drawn(reply)
-        )
+        response = self._response(reply, output, error=error_object(error))
         record.body = encode(response)
         return self._event(reply, "response.failed", response=response)
 
@@ -155,14 +209,21 @@ class ResponseWriter:
         writer = _ItemWriter(reply, record)
         output = [writer.item(part, _status(part, stream, parts)) for part in parts.parts]
         cut = {"reason": "max_output_tokens"} if record.status == INCOMPLETE else None
-        more = {
-            "incomplete_details": cut,
-            "usage": _usage(reply, streams),
-            "completed_at": int(time.time()),
-        }
-        response = response_object(record, reply.model, output, **_drawn(reply), **more)
+        response = self._response(
+            reply,
+            output,
+            incomplete_details=cut,
+            usage=_usage(reply, streams),
+            completed_at=int(time.time()),
+        )
         record.body, record.output = encode(response), encode(output)
         return response
+
+    def _response(self, reply: Reply, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The answer, with the sampling parameters that it repeats."""
+        params = reply.call.params[0]
+        more |= {"temperature": params.temperature, "top_p": params.top_p}
+        return response_object(self._record(reply), reply.model, output, **more)
 
     def _record(self, reply: Reply) -> ResponseRecord:
         return self._store.opened(reply.id, reply.tenant)
@@ -195,103 +256,84 @@ class _ItemWriter:
     reply: Reply
     record: ResponseRecord
 
-    @property
-    def options(self) -> ItemOptions:
-        return self.record.options
-
     def item(self, part: AnswerPart, status: str, empty: bool = False) -> dict[str, Any]:
         """One item. empty: nothing of its text is told yet."""
-        kind, text = self._kind(part), "" if empty else part.text
-        head = {"id": self._id(part), "status": status}
-        if kind == CONTENT:
-            content = [] if empty else [_output_text(text)]
-            return {**head, "type": "message", "role": "assistant", "content": content}
-        if kind == REASONING:
-            return {**head, "type": "reasoning", **self._thoughts(text, empty)}
-        space, own = self.options.spaces.get(part.name, ("", part.name))
+        form = self._form(part)
+        text = part.text
+        shown = [form.part(text)]
+        if empty:
+            text = ""
+            shown = []
+        head = {"id": self._id(part), "status": status, "type": form.type}
+        if form is MESSAGE:
+            return {**head, "role": "assistant", "content": shown}
+        if part.kind == REASONING:
+            told: dict[str, Any] = {"summary": shown}
+            if form is THOUGHTS:
+                told = {"summary": [], "content": shown}
+            if self.record.options.encrypted and not empty:
+                told["encrypted_content"] = sealed(text)
+            return head | told
+        space, own = self._space(part)
         name = {"call_id": call_id(self.reply, 0, part.call), "name": own}
         name |= {"namespace": space} if space else {}
-        if kind == CUSTOM:
-            return {**head, "type": "custom_tool_call", **name, "input": _input(text)}
-        return {**head, "type": "function_call", **name, "arguments": text}
+        if form is TEXT_CALL:
+            return {**head, **name, "input": _input(text)}
+        return {**head, **name, "arguments": text}
 
     def begins(self, part: AnswerPart) -> _Events:
+        form = self._form(part)
         added = {"output_index": part.index, "item": self.item(part, IN_PROGRESS, empty=True)}
         events: _Events = [("response.output_item.added", added)]
-        kind = self._kind(part)
-        if kind == CONTENT:
-            events.append(("response.content_part.added", self._at(part, part=_output_text(""))))
-        elif kind == REASONING and self.options.summary:
-            told = self._at(part, part=_summary(""))
-            events.append(("response.reasoning_summary_part.added", told))
-        elif kind == REASONING:
-            events.append(("response.content_part.added", self._at(part, part=_reasoning_text(""))))
+        if form.parts:
+            events.append((f"{form.parts}.added", self._at(part, part=form.part(""))))
         return events
 
     def goes_on(self, part: AnswerPart, text: str) -> _Events:
-        kind = self._kind(part)
-        if kind == CUSTOM:
+        form = self._form(part)
+        if form is TEXT_CALL:
             return []  # its text is known when its JSON is
-        more: dict[str, Any] = {"logprobs": []} if kind == CONTENT else {}
-        return [(f"response.{self._text_kind(part)}.delta", self._at(part, delta=text, **more))]
+        return [(f"{form.texts}.delta", self._at(part, delta=text, **form.logprobs))]
 
     def ends(self, part: AnswerPart, status: str) -> _Events:
-        kind, text, name = self._kind(part), part.text, f"response.{self._text_kind(part)}"
-        done = {"output_index": part.index, "item": self.item(part, status)}
-        last: _Events = [("response.output_item.done", done)]
-        if kind == CUSTOM:
-            told = self._at(part, delta=_input(text)), self._at(part, input=_input(text))
-            return [(f"{name}.delta", told[0]), (f"{name}.done", told[1]), *last]
-        if kind == CALL:
-            _, own = self.options.spaces.get(part.name, ("", part.name))
-            return [(f"{name}.done", self._at(part, name=own, arguments=text)), *last]
-        if kind == CONTENT:
-            ended = self._at(part, part=_output_text(text))
-            return [
-                (f"{name}.done", self._at(part, text=text, logprobs=[])),
-                ("response.content_part.done", ended),
-                *last,
-            ]
-        inner = "reasoning_summary_part" if self.options.summary else "content_part"
-        ended = self._at(part, part=(_summary if self.options.summary else _reasoning_text)(text))
-        return [
-            (f"{name}.done", self._at(part, text=text)),
-            (f"response.{inner}.done", ended),
-            *last,
-        ]
+        form = self._form(part)
+        text = part.text
+        events: _Events = []
+        if form is TEXT_CALL:
+            events.append((f"{form.texts}.delta", self._at(part, delta=_input(text))))
+            done: dict[str, Any] = {"input": _input(text)}
+        elif form is CALL_OF_JSON:
+            done = {"name": self._space(part)[1], "arguments": text}
+        else:
+            done = {"text": text, **form.logprobs}
+        events.append((f"{form.texts}.done", self._at(part, **done)))
+        if form.parts:
+            events.append((f"{form.parts}.done", self._at(part, part=form.part(text))))
+        item = {"output_index": part.index, "item": self.item(part, status)}
+        return [*events, ("response.output_item.done", item)]
 
-    def _kind(self, part: AnswerPart) -> str:
-        return CUSTOM if part.kind == CALL and part.name in self.options.custom else part.kind
+    def _form(self, part: AnswerPart) -> _ItemForm:
+        """Return the form in which this part is written, as the options of the request have it."""
+        options = self.record.options
+        if part.kind == CONTENT:
+            return MESSAGE
+        if part.kind == REASONING:
+            return SUMMARY if options.summary else THOUGHTS
+        return TEXT_CALL if part.name in options.custom else CALL_OF_JSON
 
-    def _text_kind(self, part: AnswerPart) -> str:
-        """Return the name of the text events of this part."""
-        thoughts = "reasoning_summary_text" if self.options.summary else "reasoning_text"
-        return {
-            CONTENT: "output_text",
-            REASONING: thoughts,
-            CALL: "function_call_arguments",
-            CUSTOM: "custom_tool_call_input",
-        }[self._kind(part)]
+    def _space(self, part: AnswerPart) -> tuple[str, str]:
+        """Return the namespace of the tool that is called, or "", and its name there."""
+        return self.record.options.spaces.get(part.name, ("", part.name))
 
     def _at(self, part: AnswerPart, /, **more: Any) -> dict[str, Any]:
         """Return the fields that locate a part in the answer, followed by `more`."""
-        place: dict[str, Any] = {"item_id": self._id(part), "output_index": part.index}
-        if part.kind == REASONING and self.options.summary:
-            place["summary_index"] = 0
-        elif part.kind != CALL:
-            place["content_index"] = 0
-        return {**place, **more}
+        index = self._form(part).index
+        place = {index: 0} if index else {}
+        return {"item_id": self._id(part), "output_index": part.index, **place, **more}
 
     def _id(self, part: AnswerPart) -> str:
         place = f"_{part.index}" if part.index else ""
-        return f"{PREFIXES[self._kind(part)]}_{self.record.id.removeprefix('resp_')}{place}"
-
-    def _thoughts(self, text: str, empty: bool) -> dict[str, Any]:
-        shown = [] if empty else [(_summary if self.options.summary else _reasoning_text)(text)]
-        told = {"summary": shown} if self.options.summary else {"summary": [], "content": shown}
-        return told | (
-            {"encrypted_content": sealed(text)} if self.options.encrypted and not empty else {}
-        )
+        return f"{self._form(part).prefix}_{self.record.id.removeprefix('resp_')}{place}"
 
 
 def _status(part: AnswerPart, stream: OutputStream, parts: AnswerParts) -> str:
@@ -303,28 +345,10 @@ def _status(part: AnswerPart, stream: OutputStream, parts: AnswerParts) -> str:
     )
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _reasoning_text(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
-
-
-def _summary(text: str) -> dict[str, Any]:
-    return {"type": "summary_text", "text": text}
-
-
 def _input(arguments: str) -> str:
     """The text of a custom tool's call; "" where the answer was cut off within it."""
     told = {} if json_object(arguments) is None else json.loads(arguments)
     return str(told.get(INPUT, ""))
-
-
-def _drawn(reply: Reply) -> dict[str, Any]:
-    """Return the sampling parameters that an answer repeats."""
-    params = reply.call.params[0]
-    return {"temperature": params.temperature, "top_p": params.top_p}
 
 
 def _usage(reply: Reply, streams: list[OutputStream]) -> dict[str, Any]:

@@ -11,49 +11,15 @@ from typing import Any
 
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import RequestBody, bad_request
-from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import ReplyShape
-from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
+from pageturner.server.api.base.translate import FIELD_MAPS, Fields, fields_of, value_of
 from pageturner.server.api.openai import chat
 from pageturner.server.api.responses.response_items import conversation, tool_fields
 from pageturner.server.api.responses.response_store import ResponseStore
 from pageturner.server.api.responses.response_writer import ResponseWriter
 
-FIELDS = FieldMap(
-    taken=(
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "text",
-        "metadata",
-        "reasoning",
-        "include",
-        "service_tier",
-        "stream_options",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "max_tool_calls",
-        "tools",
-        "tool_choice",
-        "client_metadata",
-    ),
-    same=("model", "temperature", "top_p", "stream", "user", "parallel_tool_calls"),
-    names={
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "messages": "input",
-        "reasoning_effort": "reasoning.effort",
-    },
-    neutral={
-        "conversation": (),
-        "prompt": (),
-        "truncation": ("disabled",),
-        "top_logprobs": (0,),
-    },
-)
+FIELDS = FIELD_MAPS["responses"]
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -66,8 +32,6 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         raise bad_request(
             "unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include"
         )
-    if "max_output_tokens" in fields:
-        ours["max_tokens"] = fields["max_output_tokens"]
     if (form := _format(fields)) is not None:
         ours["response_format"] = form
     effort = value_of(fields, "reasoning", dict[str, Any], {}).get("effort")
@@ -93,20 +57,13 @@ def _format(fields: Fields) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": named}
 
 
-def read(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /v1/responses."""
-    return FIELDS.renaming(lambda: chat.read(body, served))
-
-
 def dialect_of(store: ResponseStore) -> Dialect:
     """The dialect for requests that this store knows."""
     writer = ResponseWriter(store)
     return Dialect(
         id_prefix="resp",
-        shape=ReplyShape(
-            whole_object="response", chunk_object="response", content=lambda text: {"delta": text}
-        ),
-        read=read,
+        shape=ReplyShape("response"),
+        read=FIELDS.renames(chat.read),
         whole=writer.whole,
         chunk=writer.chunk,
         begin=writer.begin,

@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.http.error_responses import unforeseen
-from pageturner.http.receiving import again, read_body
+from pageturner.http.receiving import again, read_body, stays
 from pageturner.http.request_info import TRACE, RequestInfo
 from pageturner.http.responses import json_response
 from pageturner.http.stream_marks import StreamBeginning
@@ -89,46 +89,28 @@ class ResponsesPages:
         with contextlib.ExitStack() as stack:
             work, counted = stack.enter_context(metered(self._service.quota, scope, receive))
             info: RequestInfo = scope["pageturner"]
-            fields = fields_of(
-                await read_body(counted, self._service.config.max_body_size), NO_LIMITS
-            )
+            most = self._service.config.max_body_size
+            fields = fields_of(await read_body(counted, most), NO_LIMITS)
             record = self._record(fields, info, begun)
-            await self._answer(scope, counted, send, work, stack, fields, record, endpoint)
-
-    async def _answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        work: Work,
-        under_way: contextlib.ExitStack,
-        fields: Fields,
-        record: ResponseRecord,
-        endpoint: Callable[[ResponseRecord], GenerateEndpoint],
-    ) -> None:
-        """The answer to a request that was let in as this work. under_way: ends that, and is taken
-        from its caller where the answer outlives the request."""
-        info: RequestInfo = scope["pageturner"]
-        most = self._service.config.max_body_size
-        raw = msgspec.json.encode(fields)
-        if len(raw) > most:
-            message = (
-                f"the conversation has {len(raw)} bytes with what went before, and may have {most}"
-            )
-            raise bad_request("too_expensive", message, "previous_response_id")
-        self._store.open(record)
-        if record.background:
-            taken = asyncio.Event()
-            own = {**scope, "pageturner": replace(info, release_body=taken.set)}
-            task = asyncio.ensure_future(self._run(record, own, raw, work, under_way.pop_all()))
-            told = await self._told_at_once(record, task, taken)
-            info.release_body()
-            await told(scope, _never, send)
-            return
-        try:
-            await endpoint(record).answer(scope, again(raw, receive), send, work)
-        finally:
-            self._store.close(record)
+            raw = msgspec.json.encode(fields)
+            if len(raw) > most:
+                size = f"{len(raw)} bytes with what went before"
+                message = f"the conversation has {size}, and may have {most}"
+                raise bad_request("too_expensive", message, "previous_response_id")
+            self._store.open(record)
+            if record.background:
+                taken = asyncio.Event()
+                own = {**scope, "pageturner": replace(info, release_body=taken.set)}
+                under_way = stack.pop_all()  # the answer outlives this request
+                task = asyncio.ensure_future(self._run(record, own, raw, work, under_way))
+                told = await self._told_at_once(record, task, taken)
+                info.release_body()
+                await told(scope, stays, send)
+                return
+            try:
+                await endpoint(record).answer(scope, again(raw, counted), send, work)
+            finally:
+                self._store.close(record)
 
     def _record(
         self, fields: Fields, info: RequestInfo, begun: StreamBeginning | None
@@ -227,7 +209,7 @@ class ResponsesPages:
         finally:
             if not record.ended:
                 record.status = CANCELLED
-                record.body = replies.encode(response_object(record, self._service.model, []))
+                record.body = self._body(record)
             self._store.close(record)
             if trace is not None and record.store:  # what was refused is in the span of its request
                 info: RequestInfo = scope["pageturner"]
@@ -237,8 +219,7 @@ class ResponsesPages:
 
     def _fail(self, record: ResponseRecord, error: ClientError) -> None:
         record.status = FAILED
-        told = response_object(record, self._service.model, [], error=error_object(error))
-        record.body = replies.encode(told)
+        record.body = self._body(record, error=error_object(error))
 
     # -- what was answered -------------------------------------------------------------------------
     async def get(self, request: HTTPRequest) -> Response:
@@ -269,19 +250,11 @@ class ResponsesPages:
         return self._store.find(request.path_params["id"], request.scope["pageturner"].tenant)
 
     def _told(self, record: ResponseRecord) -> Response:
-        if record.body:
-            return _json(record.body)
-        return json_response(response_object(record, self._service.model, []))
+        return Response(record.body or self._body(record), media_type="application/json")
 
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
-
-
-async def _never() -> Message:
-    """Receive callable of a client that never sends or disconnects."""
-    await asyncio.Event().wait()
-    raise AssertionError
+    def _body(self, record: ResponseRecord, **more: Any) -> bytes:
+        """An answer without items, as JSON."""
+        return replies.encode(response_object(record, self._service.model, [], **more))
 
 
 async def _nowhere(_: Message) -> None:
