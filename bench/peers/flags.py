@@ -25,8 +25,9 @@ OPTION = re.compile(r'"(--?[A-Za-z][\w.-]*)"')
 def of_vllm(folder: Path) -> Iterator[str]:
     """The flags of its engine, and the fields of its front end, each a flag."""
     yield from OPTION.findall((folder / "vllm/engine/arg_utils.py").read_text())
-    front = (folder / "vllm/entrypoints/common/cli_args.py").read_text()
-    for name in FIELD.findall(front[front.index("class BaseFrontendArgs") :]):
+    files = (folder / "vllm/entrypoints").rglob("cli_args.py")  # each release has it elsewhere
+    parts = [path.read_text().partition("class BaseFrontendArgs") for path in files]
+    for name in FIELD.findall("".join(fields for _, found, fields in parts if found)):
         yield "--" + name.replace("_", "-")
 
 
