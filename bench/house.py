@@ -29,7 +29,7 @@ BARS = {
     "class names twice, unexplained": 0,
     "longest function": 94,
     "files of the path": 25,
-    "lines of the path": 6_032,
+    "lines of the path": 6_033,
     "docstrings without a subject": 0,
     "functions of more than five parameters": 134,
     "tuple assignments": 1_056,
@@ -55,13 +55,13 @@ BUDGETS = {
     "kernels": 105_670,
     "formats": 24_190,
     "text": 42_980,
-    "http": 18_850,
+    "http": 18_870,
     "server": 109_560,
     "router": 28_030,
     "lab": 90_610,
     "cli": 14_480,
 }
-WHOLE = {"src/pageturner": 600_800, "bench": 197_810, "tests": 690_540}  # tokens
+WHOLE = {"src/pageturner": 600_810, "bench": 197_880, "tests": 690_670}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

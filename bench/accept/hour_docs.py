@@ -75,7 +75,9 @@ def claims() -> Iterator[Line]:
     table, *others = figures.split("\n\n")[-1].splitlines()  # what lies behind the table is of it
     machines = [table, *(one for one in others if "H100" in one)]
     undated = [one[:40] for one in machines if not re.search(r"20\d\d-\d\d-\d\d", one)]
-    yield Line("each machine's figures have their date", f"without: {undated or 'none'}", not undated)
+    yield Line(
+        "each machine's figures have their date", f"without: {undated or 'none'}", not undated
+    )
     section = text.split("## What nobody else does", 1)[1].split("\n## ", 1)[0]
     for claim in re.findall(r"^- (.*)$", section, re.M):
         named = re.findall(r"`([^`]+)`", claim) + re.findall(r"\]\(([^)#]+)", claim)

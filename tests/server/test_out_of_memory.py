@@ -65,6 +65,19 @@ def test_large_bodies_are_refused_short_ones_are_not_and_a_stream_goes_on(
     assert server.metric("pageturner:engine_restarts_total") == 0
 
 
+def test_small_requests_are_answered_where_the_process_may_not_grow_at_all(
+    start: Callable[..., Server],
+) -> None:
+    server = start()
+    pid, most = server.process.pid, resource.RLIM_INFINITY
+    for page in 2 * ["/health", "/v1/models"]:
+        assert server.http.get(page).status_code == 200
+        resource.prlimit(pid, resource.RLIMIT_DATA, (data_bytes(pid), most))
+        found = [server.http.get(page, headers={"Connection": "close"}) for _ in range(20)]
+        resource.prlimit(pid, resource.RLIMIT_DATA, (most, most))
+        assert {one.status_code for one in found} <= {200, 503}
+
+
 def test_who_finds_an_engine_without_memory_is_not_to_blame(start: Callable[..., Server]) -> None:
     server = start(FAKE_STEP_SECONDS="0.01", FAKE_END="memory")
     with ThreadPoolExecutor(1) as pool:

@@ -28,6 +28,9 @@ from pageturner.http.error_responses import error_body
 from pageturner.http.http_limits import OpenConnections
 from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 
+READ = (
+    1 << 16
+)  # bytes at a time; asyncio's 256 KB are mapped anew, and cost the connection where no memory is
 COUNTED = 4096  # bytes of a body that are counted together: a chunk may have a single one
 _HOST = re.compile(rb"[\w!$%&'()*+,.;=~:\[\]-]*")
 
@@ -70,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- connection --------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ  # type: ignore[attr-defined]
         if self._shared.enter(self):
             wait = self.timeout_keep_alive
             self.timeout_keep_alive_task = self.loop.call_later(
