@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 90_610,
     "cli": 14_480,
 }
-WHOLE = {"src/pageturner": 600_810, "bench": 197_880, "tests": 690_670}  # tokens
+WHOLE = {"src/pageturner": 600_810, "bench": 197_880, "tests": 690_100}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

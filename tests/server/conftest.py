@@ -20,8 +20,6 @@ import pytest
 from support.hf_folder import GOLDENS
 from support.servers import serving
 
-from .fork_server import Forked
-
 
 class Server:
     """One server process. `log` is what it wrote to standard error so far."""
@@ -36,17 +34,13 @@ class Server:
     ) -> None:
         self.notes_path = folder / "notes.jsonl"
         self.notes_path.touch()
-        whole = {**os.environ, "FAKE_LOG": str(self.notes_path), **env}
-        words = ["--port", "0", *flags]
-        self.process = (
-            Forked(words, whole)
-            if command == "serve"
-            else subprocess.Popen(
-                [sys.executable, "-m", "pageturner", command, *words],
-                env=whole,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        fake = [str(Path(__file__).with_name("fake_server.py"))]
+        program = fake if command == "serve" else ["-m", "pageturner", command]
+        self.process = subprocess.Popen(
+            [sys.executable, *program, "--port", "0", *flags],
+            env={**os.environ, "FAKE_LOG": str(self.notes_path), **env},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.log = ""
         self.url = ""
