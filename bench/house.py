@@ -51,7 +51,7 @@ BUDGETS = {
     "executor": 16_410,
     "kv": 16_240,
     "parallel": 3_130,
-    "models": 52_520,
+    "models": 52_540,
     "kernels": 105_670,
     "formats": 24_190,
     "text": 42_980,
@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 90_610,
     "cli": 14_480,
 }
-WHOLE = {"src/pageturner": 600_810, "bench": 197_880, "tests": 690_100}  # tokens
+WHOLE = {"src/pageturner": 600_830, "bench": 197_880, "tests": 690_100}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

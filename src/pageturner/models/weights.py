@@ -551,7 +551,8 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         values = _values(tensor)
         if part.plus:
             values = values + np.float32(part.plus)
-        tensor = _float32(tensor, values * np.float32(part.times))
+        with np.errstate(invalid="ignore"):  # a damaged file may have any bits
+            tensor = _float32(tensor, values * np.float32(part.times))
     if part.unit:
         values = _values(tensor)
         lengths = np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
