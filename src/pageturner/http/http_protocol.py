@@ -28,9 +28,9 @@ from pageturner.http.error_responses import error_body
 from pageturner.http.http_limits import OpenConnections
 from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 
-READ = (
-    1 << 16
-)  # bytes at a time; asyncio's 256 KB are mapped anew, and cost the connection where no memory is
+# Bytes that are read at a time. asyncio asks for 256 KB, which the system has to map: where it
+# refuses, asyncio ends the connection, and a client with a small request gets no answer.
+READ = 1 << 16
 COUNTED = 4096  # bytes of a body that are counted together: a chunk may have a single one
 _HOST = re.compile(rb"[\w!$%&'()*+,.;=~:\[\]-]*")
 
