@@ -34,7 +34,7 @@ MAX_SECONDS = 0.1
 CALLS = (
     ("ceilings", "grid", "right", "bits", "proof", "mixtures", "ranks", "kinds", "forms"),
     ("decode", "prefill", "pdl", "attention", "sampling", "start", "idle", "batch32"),
-    ("nano", "burst", "torch", "invariance", "peers"),
+    ("nano", "burst", "torch", "invariance", "peers", "drafts"),
 )
 
 

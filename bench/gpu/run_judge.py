@@ -18,6 +18,7 @@ DECODE_TOK_S = {(64, 1024): 8_700, (256, 1024): 16_700}  # batch, context: of an
 NANO_TOK_S, BURST_REQUESTS_S, IDLE, START_S = 18_000, 94.9, 0.02, 2.0  # of an H100; 94.9 is vLLM's
 TIMES = {"continuous": 3.0, "static": 24.0}
 BATCH_TIMES = 20.0
+DRAFTS = 0.99
 ERRORS = {
     "fp8": 0.05,
     "int4": 0.12,
@@ -181,6 +182,18 @@ def _attention(told: Told) -> Iterator[Verdict]:
         floor = 1e3 * max(one["floor_copy_ms"], one["floor_matrix_ms"])
         figure = f"{one['us']:.1f} us, {floor / one['us']:.0%} of the floor"
         yield Verdict(f"{what}: {one['size']}, {one['kv']}", figure, one["stable"] and one["alone"])
+
+
+def _drafts(told: Told) -> Iterator[Verdict]:
+    what = f"drafts where they pay: at least {DRAFTS}x the pace of steps ahead"
+    for one in _of(told, "drafts"):
+        figure = (
+            f"{one['ratio']:.2f}x of {one['off']:,.0f} tok/s, {one['a_step']:.2f} tokens a step"
+        )
+        name = f"{what}: {one['shape']}, {one['kind']}, {one['size']} at once"
+        yield Verdict(name, figure, one["ratio"] >= DRAFTS)
+    if not _of(told, "drafts"):
+        yield _absent(told, "drafts", what)
 
 
 def _ranks(told: Told) -> Iterator[Verdict]:
@@ -444,6 +457,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _mixtures,
     _adapters,
     _ranks,
+    _drafts,
 )
 
 

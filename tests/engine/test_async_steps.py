@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pageturner.executor.batch import pack
 from pageturner.ipc.ledger import Ledger
 from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
+from pageturner.policies.suffix_drafts import suffix_drafter
 from pageturner.request import Event, Request
 from pageturner.scheduler.types import Item, Plan, Sequence
 from support.adapters import ALL, TOP, write_adapter
@@ -259,6 +261,28 @@ def test_who_is_not_foreseen(params: dict[str, Any]) -> None:
     assert not runner.can_run_async(replace(request, logits_from=0))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_where_they_pay_and_steps_ahead_elsewhere(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks again is answered again: the whole answer was told to the tenant before."""
+    asked = of_model(5, temperature=temperature, max_tokens=40, ignore_eos=True)
+    asked += [replace(one, id=one.id + 5) for one in asked]
+    expected = answers(model(LaterOps()).engine(Setup(token_budget=40)), asked, spread=45)
+    clock = (0.001 * tick for tick in count())
+    waits = count()  # a second for each step
+    monkeypatch.setattr(async_runner, "perf_counter", lambda: float(next(waits)))
+    setup = Setup(
+        token_budget=40, ahead=True, drafter=lambda: suffix_drafter("suffix", lambda: next(clock))
+    )
+    engine = model(LaterOps()).engine(setup)
+    assert answers(engine, asked, spread=45) == expected
+    assert engine.scheduler.stats()["accepted_tokens"] > 30
+    assert engine.async_steps is not None
+    assert engine.async_steps.made > 20
+    assert engine.stats()["blocks_used"] == 0
+
+
 def test_a_cpu_keeps_the_plain_loop() -> None:
     for backend in ("reference", "auto", "fake"):
         config = EngineConfig(
@@ -274,5 +298,5 @@ def test_a_backend_that_need_not_wait_is_not_waited_for_unless_somebody_says_so(
     assert config.async_scheduling
     found = async_runner_of(config, None, None, ops)  # type: ignore[arg-type]
     assert isinstance(found, async_runner.AsyncRunner)
-    for other in ({"async_scheduling": False}, {"step_log": "steps"}, {"speculation": "ngram"}):
+    for other in ({"async_scheduling": False}, {"step_log": "steps"}, {"speculation": "mtp"}):
         assert async_runner_of(replace(config, **other), None, None, ops) is None  # type: ignore[arg-type]

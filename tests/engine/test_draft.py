@@ -10,12 +10,11 @@ import pytest
 
 from pageturner import LLM
 from pageturner.config.settings import EngineConfig
-from pageturner.engine import engine_factory
 from pageturner.engine.engine_factory import make_engine
 from pageturner.kernels.base import Ops
 from pageturner.params import SamplingParams
 from pageturner.policies import suffix_drafts
-from pageturner.policies.drafts import MAX_DRAFTED, PricedDrafts, RowPrices
+from pageturner.policies.drafts import MAX_DRAFTED, ROWS, PricedDrafts, RowPrices
 from pageturner.policies.suffix_drafts import LONGEST, MAX_DRAFT, SuffixDrafts
 from pageturner.request import Request
 from pageturner.scheduler.types import Item, Output, Sequence
@@ -243,6 +242,24 @@ def test_a_request_whose_drafts_fail_is_trusted_less() -> None:
     assert found[0] > found[-1] == 0
 
 
+def test_new_requests_begin_with_the_trust_that_others_lost() -> None:
+    priced = PricedDrafts(Sure(0.5), clock=lambda: 0.0)
+    found = []
+    for id in range(12):  # of each the first draft, which fails
+        seq, output = sequence([1], id=id), Output([5])
+        priced.propose([Item(seq, 1, 0)], [output])
+        found.append(len(output.draft))
+        seq.tokens.append(5)
+        seq.computed, seq.draft = 1, output.draft
+        priced.propose([Item(seq, 1 + len(seq.draft), 1)], [Output([6])])
+    assert found[0] > found[-1] == 0
+    for _ in range(1000):
+        priced.propose([Item(sequence([1], id=99), 2, 0)], [Output()])
+    output = Output([5])
+    priced.propose([Item(sequence([1], id=100), 1, 0)], [output])
+    assert len(output.draft) == found[0], "and it returns"
+
+
 def test_the_proposer_is_told_what_cannot_pay() -> None:
     sure = Sure(*[0.9] * 64)
     priced = PricedDrafts(sure, clock=lambda: 0.0)
@@ -275,17 +292,58 @@ def test_served_with_suffixes(speculation: str) -> None:
     assert found[0] == found[1]
 
 
-def test_auto_leaves_steps_ahead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def follower(chance: float, *, wait: float) -> tuple[PricedDrafts, Item]:
+    """Drafts beside steps that are launched ahead; one that waits takes `wait` times as long."""
+    priced = PricedDrafts(Sure(chance), clock=lambda: 0.0)
+    priced.steps_ahead(lambda request: request.params.logprobs is None)
+    priced.prices.took_ahead(1, 1.0)
+    for _ in range(200):
+        priced.prices.took(1, 0, wait)
+    return priced, Item(sequence([1]), 1, 0)
+
+
+@pytest.mark.parametrize(("chance", "wait", "pays"), [(0.97, 2.0, True), (0.5, 1.7, False)])
+def test_drafts_must_make_up_for_a_step_that_waits(chance: float, wait: float, pays: bool) -> None:
+    priced, item = follower(chance, wait=wait)
+    outputs = [Output([5])]
+    assert priced.follow([item], outputs, ahead=True, spare=1.0) == pays
+    assert outputs[0].draft == [], "a step is under way already"
+    assert not priced.follow([item], outputs, ahead=True, spare=None)
+    assert bool(outputs[0].draft) == pays
+    with_drafts = [Output([5])]
+    priced.propose([item], with_drafts)
+    assert bool(with_drafts[0].draft) == pays
+    item.sequence.request = replace(item.sequence.request, params=SamplingParams(logprobs=1))
+    waits_anyway = [Output([5])]
+    priced.propose([item], waits_anyway)
+    assert waits_anyway[0].draft != []
+
+
+def test_a_proposer_is_not_asked_where_the_device_leaves_no_time() -> None:
+    priced, item = follower(0.97, wait=1.0)
+    priced._took = 0.25
+    assert not priced.follow([item], [Output([5])], ahead=True, spare=0.4)
+    assert priced.follow([item], [Output([5])], ahead=True, spare=0.6)
+
+
+def test_who_was_not_asked_for_some_tokens_takes_them_in_later() -> None:
+    drafter, seq = SuffixDrafts(), sequence([1, 2, 3, 4])
+    draft(drafter, seq, 9)
+    seq.tokens += [9, 8, 7, 6, 1, 2]
+    assert draft(drafter, seq, 3)[:3] == [4, 9, 8]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_auto_means_suffixes_with_and_without_steps_ahead(ahead: bool) -> None:
     config = EngineConfig(
         model=str(GOLDENS / "tiny_llama.gguf"), kv_cache_memory=1 << 22, speculation="auto"
     )
-    made = []
-    monkeypatch.setattr(engine_factory, "suffix_drafter", made.append)
-    make_engine(config)
 
     def later(ops: Ops) -> Ops:
-        ops.later = lambda *_: None  # type: ignore[attr-defined]
+        if ahead:
+            ops.later = lambda *_: None  # type: ignore[attr-defined]
         return ops
 
-    make_engine(replace(config, async_scheduling=True), wrap=later)
-    assert made == ["suffix", "off"]
+    built = make_engine(config, wrap=later)
+    assert (built.executor._drafter.prices.rows != ROWS) == ahead  # type: ignore[attr-defined]
+    assert (built.engine.async_steps is not None) == ahead

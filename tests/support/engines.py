@@ -118,7 +118,7 @@ class Model:
         store = AdapterStore(self.decoder, setup.adapters)
         for name, folder in self.adapters.items():
             store.load(name, folder)
-        ahead = AsyncRunner(runner, self.decoder, self.ops.later) if setup.ahead else None  # type: ignore[attr-defined]
+        ahead = AsyncRunner(runner, self.decoder, self.ops.later, drafter) if setup.ahead else None  # type: ignore[attr-defined, arg-type]
         parts = EngineParts(grammars=grammars, adapters=store, async_executor=ahead)
         return Engine(plans, runner, parts=parts)
 

@@ -55,6 +55,8 @@ class LaterExecutor(FakeExecutor):
     """The fake executor in two halves. poison: a request in whose steps something raises, and where: in
     "launch" or in "collect"; whoever runs it in the plain way meets it too."""
 
+    holds = False
+
     def __init__(self, vocab_size: int, poison: int = 0, where: str = "collect") -> None:
         super().__init__(vocab_size)
         self._poison, self._where = poison, where

@@ -93,7 +93,7 @@ class EngineConfig(SchedulerConfig, KVSettings):
     speculation: str = option(
         "off",
         "speculative decoding, as far as it pays; suffix: draft tokens from repeated passages of prompt, answer"
-        " and what the tenant was told lately; auto: so on CPUs; ngram: of prompt and answer only; draft: from"
+        " and what the tenant was told lately; auto: suffix; ngram: of prompt and answer only; draft: from"
         " --draft-model; mtp: from the head of the checkpoint that predicts a second token",
         ("off", "auto", "suffix", "ngram", "draft", "mtp"),
     )

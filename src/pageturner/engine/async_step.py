@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pageturner.errors import EngineFault
 from pageturner.request import Request
-from pageturner.scheduler.types import Plan, Result
+from pageturner.scheduler.types import Plan, Result, Sequence
 from pageturner.telemetry.work import StepWork
 
 log = logging.getLogger("pageturner")
@@ -21,7 +21,13 @@ Launched = Any  # the executor's handle of a step that runs on the device
 
 
 class AsyncExecutor(Protocol):
-    """An executor that can begin a step before the result of the step before it is known."""
+    """An executor that can begin a step before the result of the step before it is known.
+
+    holds  whether nothing should be launched behind the step under way: drafts are likely to pay
+    """
+
+    @property
+    def holds(self) -> bool: ...
 
     def can_run_async(self, request: Request) -> bool:
         """Return whether the next step of this request can begin without its newest token."""
@@ -63,9 +69,16 @@ class AsyncSteps:
         self.made = 0
 
     def can_run(self, plan: Plan) -> bool:
-        """Return whether every request of the plan can run asynchronously."""
+        """Return whether every request of the plan can run asynchronously, and none has a draft."""
         can_run_async = self._executor.can_run_async
-        return not plan.ballast and all(can_run_async(item.sequence.request) for item in plan.items)
+        return not plan.ballast and all(
+            can_run_async(item.sequence.request) and not item.sequence.draft for item in plan.items
+        )
+
+    def holds(self, running: list[Sequence]) -> bool:
+        """Return whether the step under way ends before another is planned: somebody has a draft, or
+        is likely to get one that pays."""
+        return self._executor.holds or any(sequence.draft for sequence in running)
 
     def launch(self, step: InFlightStep, before: Launched | None) -> None:
         """Begin a step. If the launch raises, the step stays to be run synchronously."""

@@ -236,7 +236,7 @@ class Engine:
         """Plan the step behind the one in flight, and launch it if its requests can run
         asynchronously."""
         assert self.async_steps is not None
-        if not self._plan_ahead:
+        if not self._plan_ahead or self.async_steps.holds(self.scheduler.running):
             return None
         start = self.clock()
         plan = self.scheduler.plan_ahead(start)

@@ -52,6 +52,7 @@ from pageturner.kv.kv_transfer import KVStorage
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model
 from pageturner.parallel import tensor_parallel
+from pageturner.policies.drafts import PricedDrafts
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.policies.suffix_drafts import suffix_drafter
 from pageturner.scheduler.listener import Listener
@@ -139,9 +140,6 @@ def make_engine(
     ops = phases.run(
         "kernels", lambda: wrap((ranks.ops if ranks else chosen.ops) or make_ops(config))
     )
-    if config.speculation == "auto":  # drafts would end steps ahead of those that are known
-        waits = getattr(ops, "later", None) is None
-        config = replace(config, speculation="suffix" if waits else "off")
     read = tokenizer or (lambda: _texts(config, model))
     drafts = config.speculation == "draft"
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
@@ -162,7 +160,8 @@ def make_engine(
             most_waiting=config.max_queue,
             most_places=2 * config.max_num_seqs,
         )
-        drafter: Drafter | None = suffix_drafter(config.speculation)
+        priced = suffix_drafter(config.speculation)
+        drafter: Drafter | None = priced
         if smaller:
             costs = _costs(smaller, decoder)
             drafter = DraftModel(smaller, ops, layout, costs)
@@ -187,7 +186,7 @@ def make_engine(
         pace=limits or phases.run("pace", lambda: _pace(ops, config)),
         phases=phases.seconds,
         device=chosen.text,
-        async_runner=async_runner_of(config, runner, decoder, ops),
+        async_runner=async_runner_of(config, runner, decoder, ops, priced),
     )
     parts = EngineParts(
         grammars=grammars,
@@ -270,13 +269,19 @@ def _kv_sizes(
 
 
 def async_runner_of(
-    config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops
+    config: EngineConfig,
+    runner: Runner,
+    decoder: Decoder,
+    ops: Ops,
+    drafts: PricedDrafts | None = None,
 ) -> AsyncRunner | None:
     """Return the runner of asynchronous steps; None for synchronous ones. A step log is replayed by
-    plans that know every token, and who drafts must know them."""
-    plain = not config.async_scheduling or config.step_log or config.speculation != "off"
+    plans that know every token, and drafts of a model or a head are made in every step. drafts:
+    those that are made only where they pay."""
+    plain = not config.async_scheduling or config.step_log != ""
+    plain |= config.speculation in ("draft", "mtp")
     later = getattr(ops, "later", None)  # a backend that need not wait says so: ChoosesLater
-    return None if plain or later is None else AsyncRunner(runner, decoder, later)
+    return None if plain or later is None else AsyncRunner(runner, decoder, later, drafts)
 
 
 def _surviving_kv(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,20 @@ from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS
 from pageturner.executor.processors import edits_nothing
 from pageturner.executor.runner import Runner
-from pageturner.kernels.choosing import ChoosesLater, Draw
+from pageturner.kernels.choosing import ChoosesLater, Draw, SamplerOutput
 from pageturner.models.decoder import Decoder
+from pageturner.policies.drafts import PricedDrafts
 from pageturner.request import Request
-from pageturner.scheduler.types import Output, Plan, Result, Sequence
+from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """rows: of the sequences whose next token is chosen; chosen: what the backend gave for them."""
+    """rows: of the sequences whose next token is chosen; chosen: what the backend gave for them;
+    ahead: whether it was launched before the step in front of it was collected."""
 
-    items: int
+    items: list[Item]
+    ahead: bool
     places: list[int]
     rows: dict[Sequence, int]
     chosen: Any
@@ -50,11 +54,23 @@ class Crowd:
 
 
 class AsyncRunner:
-    """Runs steps of a Runner's in two halves."""
+    """Runs steps of a Runner's in two halves. drafts: the Runner's drafter; steps with drafts are
+    its alone."""
 
-    def __init__(self, runner: Runner, decoder: Decoder, later: ChoosesLater) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        decoder: Decoder,
+        later: ChoosesLater,
+        drafts: PricedDrafts | None = None,
+    ) -> None:
         self._runner, self._decoder, self._later = runner, decoder, later
         self._crowd = Crowd([])
+        self._drafts = drafts
+        self._newest: LaunchedStep | None = None
+        self.holds = False
+        if drafts is not None:
+            drafts.steps_ahead(self.can_run_async)
 
     def can_run_async(self, request: Request) -> bool:
         """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search.
@@ -79,17 +95,29 @@ class AsyncRunner:
         chosen = self._later.launch_step(
             self._decoder.stack, batch, self._runner.storage[0], sliding, self._decoder.head, draw
         )
-        return LaunchedStep(
-            len(plan.items), places, {seq: row for row, seq in enumerate(sequences)}, chosen
-        )
+        rows = {seq: row for row, seq in enumerate(sequences)}
+        self._newest = LaunchedStep(plan.items, before is not None, places, rows, chosen)
+        return self._newest
 
     def collect(self, launched: LaunchedStep) -> Result:
-        outputs = [Output() for _ in range(launched.items)]
+        begin = perf_counter()
         found = self._later.collect(launched.chosen)
+        waited = perf_counter() - begin
+        outputs = self._outputs(launched, found)
+        self.holds = False
+        if self._drafts is not None:
+            spare = None if launched is self._newest else waited
+            self.holds = self._drafts.follow(
+                launched.items, outputs, ahead=launched.ahead, spare=spare
+            )
+        return Result(outputs)
+
+    def _outputs(self, launched: LaunchedStep, found: SamplerOutput) -> list[Output]:
+        outputs = [Output() for _ in launched.items]
         for place, token, logit in zip(
             launched.places, found.ids.tolist(), found.logits.tolist(), strict=True
         ):
             outputs[place] = (
                 Output([token]) if isfinite(logit) else Output(failure=sampler.NOT_A_NUMBER)
             )
-        return Result(outputs)
+        return outputs

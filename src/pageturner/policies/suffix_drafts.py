@@ -140,7 +140,9 @@ class SuffixDrafts:
             record = self._records.of(seq)
             text = record.text
             known = len(seq.tokens)
-            if len(text) != known:
+            if 0 < len(text) < known and text == seq.tokens[: len(text)]:  # nobody asked meanwhile
+                self._follow(record, [*seq.tokens[len(text) :], *new], shortest)
+            elif len(text) != known:
                 if text[known:] != new:
                     self._begin(record, seq)
                     self._follow(record, new, shortest)
