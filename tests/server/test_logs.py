@@ -54,6 +54,8 @@ def test_access_lines_say_what_happened_and_no_secrets(start: Callable[..., Serv
         "/v1/completions", json=body, headers={"authorization": "Bearer wrong-key"}
     )
     assert wrong.status_code == 401
+    odd = server.http.post("/v1/completions", json=body | {"n": 0}, headers=headers)
+    assert odd.status_code == 400
     server.stop()
     lines = objects(server.finished())
     line = next(line for line in lines if line.get("request_id") == "trace-me.1")
@@ -70,7 +72,8 @@ def test_access_lines_say_what_happened_and_no_secrets(start: Callable[..., Serv
     }
     assert {name: line[name] for name in expected} == expected
     assert 0 < line["ttft_seconds"] <= line["seconds"]
-    assert [line["status"] for line in lines if "status" in line] == [200, 401]
+    told = [(line["status"], line.get("error")) for line in lines if "status" in line]
+    assert told == [(200, None), (401, "invalid_api_key"), (400, "invalid_value")]
     for secret in (KEY, "wrong-key", PROMPT, "never mind"):
         assert secret not in server.log
 

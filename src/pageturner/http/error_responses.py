@@ -133,6 +133,8 @@ def application(
         else:
             client = unforeseen(error)
         refuse(client.code)
+        if "pageturner" in request.scope:
+            request.scope["pageturner"].about["error"] = client.code
         wait = retry_after(client)
         if wait is not None:
             headers["retry-after"] = str(wait)

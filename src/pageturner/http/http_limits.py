@@ -131,6 +131,7 @@ class OpenConnections:
     open     how many there are
     refused  counts what was refused or cut off here, by code
     memory   of this process
+    read     what comes in, until it is copied at once: of all connections, whose loop is one thread's
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class OpenConnections:
         self.refused = refused
         self.bodies = BodyMemory(limits.body_memory)
         self.memory = memory or MemoryReserve()
+        self.read = memoryview(bytearray(1 << 16))
         self.open = 0
         self._waiting: dict[
             Connection, None

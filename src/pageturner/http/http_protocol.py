@@ -28,9 +28,6 @@ from pageturner.http.error_responses import error_body
 from pageturner.http.http_limits import OpenConnections
 from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 
-# Bytes that are read at a time. asyncio asks for 256 KB, which the system has to map: where it
-# refuses, asyncio ends the connection, and a client with a small request gets no answer.
-READ = 1 << 16
 COUNTED = 4096  # bytes of a body that are counted together: a chunk may have a single one
 _HOST = re.compile(rb"[\w!$%&'()*+,.;=~:\[\]-]*")
 
@@ -43,8 +40,10 @@ class Phase(enum.Enum):
     BODY = enum.auto()
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds. `shared`: what all connections have in common."""
+class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """uvicorn's protocol with bounds. `shared`: what all connections have in common, the memory that
+    they read into too. asyncio's own would be 256 KB anew for each read, and where the system refuses
+    them it ends the connection: a client with a small request would get no answer."""
 
     def __init__(self, shared: OpenConnections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -73,7 +72,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- connection --------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = READ  # type: ignore[attr-defined]
         if self._shared.enter(self):
             wait = self.timeout_keep_alive
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -105,6 +103,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(503, "busy", "too many large bodies are being sent: try again in a moment")
 
     # -- what comes in -----------------------------------------------------------------------------
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared.read
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._shared.read[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return

@@ -18,7 +18,7 @@ from pageturner.errors import ClientError
 from pageturner.http.api_keys import ANYBODY, ApiKeys
 from pageturner.http.error_responses import error_response, unforeseen
 from pageturner.http.origins import EVERYTHING, OriginRules
-from pageturner.http.receiving import canonical_path, check_body, discard
+from pageturner.http.receiving import body_too_large, canonical_path, check_body, discard
 from pageturner.http.request_info import CLIENT_LEFT, RequestInfo, is_safe_id, is_watching
 
 if TYPE_CHECKING:
@@ -132,12 +132,14 @@ class RequestMiddleware:
         try:
             self._admit(scope, headers, info)
         except ClientError as error:
+            info.about["error"] = error.code
             more = {"www-authenticate": "Bearer"} if error.status == 401 else None
             await error_response(scope["path"], error, more)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         most = self._uploads.get(scope["path"], self._most)
         if length.isdigit() and int(length) > most:
+            info.about["error"] = "body_too_large"
             await self._too_large(scope["path"], receive, send, most)
             return
         await self._app(scope, receive, send)
@@ -169,7 +171,8 @@ class RequestMiddleware:
     async def _too_large(self, path: str, receive: Receive, send: Send, most: int) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection
         under the answer of a client that first writes everything."""
-        error = ClientError(413, "body_too_large", f"a request body may have {most} bytes")
+        flag = "--max-file-size" if path in self._uploads else "--max-body-size"
+        error = body_too_large(most, flag)
         refusal = error_response(path, error, {"connection": "close"})
         headers = refusal.raw_headers
         await send({"type": "http.response.start", "status": 413, "headers": headers})

@@ -91,6 +91,12 @@ async def discard(receive: Receive) -> None:
         return
 
 
+def body_too_large(most: int, flag: str = "--max-body-size") -> ClientError:
+    """The refusal of a body with more bytes. flag: the setting that the operator can raise."""
+    message = f"a request body may have {most} bytes: send less, or start the server with {flag}"
+    return ClientError(413, "body_too_large", message)
+
+
 async def read_body(receive: Receive, most: int) -> bytes:
     """The whole body, without a byte order mark. ClientError 413 when it has more than `most`."""
     whole = bytearray()  # one block of memory, however small the parts are in which it comes
@@ -103,6 +109,6 @@ async def read_body(receive: Receive, most: int) -> bytes:
             whole.clear()
             if message.get("more_body", False):
                 await discard(receive)
-            raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
+            raise body_too_large(most)
         if not message.get("more_body", False):
             return bytes(whole).removeprefix(BOM)

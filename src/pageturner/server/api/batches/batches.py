@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message
 from pageturner.errors import EngineFault
 from pageturner.http.api_keys import ApiKey
 from pageturner.http.error_responses import error_body, error_body_of, unforeseen
-from pageturner.http.receiving import again
+from pageturner.http.receiving import again, body_too_large
 from pageturner.http.request_info import RequestInfo
 from pageturner.private_files import own_folder
 from pageturner.request import BACKGROUND
@@ -141,9 +141,8 @@ class SelfAsked:
         sent = _Sent()
         if len(question.body) > self._service.config.max_body_size:
             most = self._service.config.max_body_size
-            return Answered(
-                413, error_body(413, "body_too_large", f"a request body may have {most} bytes")
-            )
+            error = body_too_large(most)
+            return Answered(413, error_body(413, error.code, error.message))
         trace = self._traces.begin_named(record.id, question.url) if self._traces else None
         try:
             await self._app(scope, again(question.body), sent)
