@@ -43,25 +43,25 @@ BARS = {
 BUDGETS = {
     ".": 8_600,
     "scheduler": 12_560,
-    "policies": 26_870,
+    "policies": 27_610,
     "telemetry": 7_870,
     "config": 3_970,
     "ipc": 2_350,
-    "engine": 16_020,
-    "executor": 16_410,
+    "engine": 16_090,
+    "executor": 16_580,
     "kv": 16_240,
     "parallel": 3_130,
     "models": 52_540,
     "kernels": 105_670,
     "formats": 24_190,
     "text": 42_980,
-    "http": 18_870,
-    "server": 109_560,
+    "http": 18_970,
+    "server": 109_570,
     "router": 28_030,
     "lab": 90_610,
     "cli": 14_480,
 }
-WHOLE = {"src/pageturner": 600_830, "bench": 197_880, "tests": 690_100}  # tokens
+WHOLE = {"src/pageturner": 601_910, "bench": 197_990, "tests": 691_130}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

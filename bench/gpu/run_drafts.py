@@ -1,7 +1,7 @@
-"""Drafts by suffixes beside steps that are launched ahead: tokens a second with `--speculation auto` and `off`.
+"""Drafts by suffixes beside steps launched ahead: the pace of `--speculation auto` and `off`.
 
-Weights are random, so answers are put in the model's place: an agent that writes its file once more, the same
-with an edit every twenty tokens, and text that repeats nothing. Both sides give the same tokens.
+Weights are random, so answers are put in the model's place: a file once more, the same with an edit
+every twenty tokens, and text that repeats nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _jobs(shape: Shape, every: int, size: int, length: int, seed: int) -> Any:
 
 
 def _run(engine: Any, jobs: Any, number: Any) -> tuple[float, float]:
-    """Tokens a second and tokens a step behind the prompts. Whatever a step chooses becomes the answer's."""
+    """Tokens a second and tokens a step behind the prompts."""
     answers, found = {}, {}
     for prompt, answer in jobs:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=len(answer))

@@ -3,7 +3,7 @@
     python bench/gpu/tune.py KIND --build                       compiles the candidates; needs no device
     python bench/gpu/tune.py KIND --run [--skip NAME,NAME] > found.jsonl                     on a device
 
-KIND is dense, persistent, groups or attend; --out names the folder of the compiled candidates. Weights and keys
+KIND is dense, persistent or groups; --out names the folder of the compiled candidates. Weights and keys
 come from memory, and the launches of one candidate stand behind each other in a recording. Each line tells a
 candidate, its size, microseconds, and whether its bits are those of the kernel of today, which is the first
 of each size. A candidate whose bits differ is never the best. A candidate that hangs ends the process: run it
@@ -31,11 +31,9 @@ sys.path.insert(0, str(HERE))
 
 import run_common as common  # noqa: E402
 from run_forms import copied, empty  # noqa: E402
-from run_speed import fill  # noqa: E402
 
-from pageturner.kernels.base import AttentionShape  # noqa: E402
-from pageturner.kernels.gpu import catalogue, launches, steps  # noqa: E402
-from pageturner.kernels.gpu.catalogue import FEW, M64_WIDE, MANY, Kernel, Ring, Tile  # noqa: E402
+from pageturner.kernels.gpu import catalogue, launches  # noqa: E402
+from pageturner.kernels.gpu.catalogue import M64_WIDE, MANY, Kernel, Ring, Tile  # noqa: E402
 from pageturner.kernels.gpu.driver import Plane  # noqa: E402
 
 ARCHITECTURE = 90
@@ -70,23 +68,6 @@ FORMS = {"4.32.fp16": True, "4.128": True, "fp8": False}  # whether with lows
 GROUPS = {
     MANY: [Tile(64, 128, 128, 8, 3), Tile(64, 64, 128, 2, 3), Tile(64, 64, 128, 4, 3)],
 }
-# Height -> (R, BLOCK_T, warps, stages), and (sequences, rows of each, context)
-ATTEND = {
-    FEW: [
-        (16, 64, 2, 2),
-        (16, 64, 2, 4),
-        (16, 64, 4, 3),
-        (16, 32, 2, 4),
-        (16, 128, 4, 3),
-        (16, 64, 1, 3),
-    ],
-    MANY: [(64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 32, 4, 4)],
-}
-ATTEND_SIZES = {
-    FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192)],
-    MANY: [(1, 2048, 8192), (1, 8192, 8192)],
-}
-HEADS = AttentionShape(32, 8, 128, 128**-0.5)  # of Llama-3.1-8B
 
 
 class Trial(NamedTuple):
@@ -125,24 +106,10 @@ def group_candidates() -> list[Kernel]:
     return made
 
 
-def attend_candidates() -> list[Kernel]:
-    made = []
-    for height, several in ATTEND.items():
-        today = catalogue.kernels_of(ARCHITECTURE)[f"attend.bfloat16.128.{height}.fp32"]
-        for rows, positions, warps, stages in several:
-            sides = today.constants | {"R": rows, "BLOCK_T": positions}
-            name = f"{today.name}.try.{rows}.{positions}.{warps}.{stages}"
-            made.append(
-                dataclasses.replace(today, name=name, constants=sides, warps=warps, stages=stages)
-            )
-    return made
-
-
 CANDIDATES = {
     "dense": dense_candidates,
     "persistent": persistent_candidates,
     "groups": group_candidates,
-    "attend": attend_candidates,
 }
 
 
@@ -310,70 +277,7 @@ def groups(driver: Any, kind: str) -> Iterator[Trial]:
             driver.release()
 
 
-def attend(driver: Any, kind: str) -> Iterator[Trial]:
-    """Yield the attention of one layer of Llama-3.1-8B."""
-    shape = common.Shape("8B", 2, 4096, 1, HEADS.heads, HEADS.kv_heads, HEADS.head_dim, 1)
-    fixed = steps.attention_rows
-    for height, sizes in ATTEND_SIZES.items():
-        today = f"attend.bfloat16.128.{height}.fp32"
-        for batch, mine, context in sizes:
-            runs = [(context - mine, mine)] * batch
-            ops = common.GpuOps(driver, 6 << 30, graphs=False)
-            kv = ops.alloc_kv(common.kv_spec(shape, runs))
-            fill(ops, kv)
-            wide = (batch * mine, HEADS.heads * HEADS.head_dim)
-            values = np.random.default_rng(6).standard_normal(wide, dtype=np.float32)
-
-            def start(
-                name: str,
-                ops: Any = ops,
-                kv: Any = kv,
-                values: Any = values,
-                runs: Any = runs,
-                today: str = today,
-                height: str = height,
-            ) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
-                rows = int(name.partition(".try.")[2].partition(".")[0] or fixed(height, 128))  # type: ignore[arg-type]
-                steps.attention_rows = launches.attention_rows = lambda asked, size: (
-                    rows if asked == height else fixed(asked, size)
-                )
-                ops.driver.names = {today: name}
-                ops.begin()
-                step = ops.step(common.steps_of(runs), {steps.view_of(HEADS)}, kv)
-                q, mark = ops.on_device(values), ops.arena.mark
-
-                def work(layer: int) -> Any:
-                    ops.arena.reset(mark)
-                    return ops.launches.attention(q, kv, layer, step, HEADS, "fp32")
-
-                return [partial(work, at) for at in (0, 1, 0, 1)], lambda: ops.to_numpy(work(0))
-
-            names = [
-                one.name for one in attend_candidates() if one.name.startswith(f"{today}.try.")
-            ]
-            yield Trial(
-                {"sequences": batch, "rows": mine, "context": context}, [today, *names], start
-            )
-            steps.attention_rows = launches.attention_rows = fixed
-            driver.names = {}
-            driver.release()
-
-
-TRIALS = {"dense": dense, "persistent": dense, "groups": groups, "attend": attend}
-
-
-class Renaming:
-    """A driver that launches a candidate where a kernel of today is asked for."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.names: dict[str, str] = {}
-
-    def launch(self, kernel: str, grid: Any, arguments: Any) -> None:
-        self.inner.launch(self.names.get(kernel, kernel), grid, arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+TRIALS = {"dense": dense, "persistent": dense, "groups": groups}
 
 
 def hung(name: str) -> None:
@@ -389,7 +293,7 @@ def run(kind: str, out: Path, skip: set[str]) -> None:
     from pageturner.kernels.gpu.manifest import Manifest
 
     manifest = Manifest(out)
-    driver = Renaming(Watched(CudaDriver(manifest)))
+    driver = Watched(CudaDriver(manifest))
     built = set(manifest.kernels(ARCHITECTURE)) - skip
     best: list[str] = []
     for trial in TRIALS[kind](driver, kind):

@@ -308,7 +308,7 @@ def test_drafts_must_make_up_for_a_step_that_waits(chance: float, wait: float, p
     outputs = [Output([5])]
     assert priced.follow([item], outputs, ahead=True, spare=1.0) == pays
     assert outputs[0].draft == [], "a step is under way already"
-    assert not priced.follow([item], outputs, ahead=True, spare=None)
+    assert not priced.follow([item], outputs, ahead=True, spare=1.0, last=True)
     assert bool(outputs[0].draft) == pays
     with_drafts = [Output([5])]
     priced.propose([item], with_drafts)

@@ -76,8 +76,8 @@ class AsyncSteps:
         )
 
     def holds(self, running: list[Sequence]) -> bool:
-        """Return whether the step under way ends before another is planned: somebody has a draft, or
-        is likely to get one that pays."""
+        """Return whether the step under way ends before another is planned: somebody has a draft,
+        or is likely to get one that pays."""
         return self._executor.holds or any(sequence.draft for sequence in running)
 
     def launch(self, step: InFlightStep, before: Launched | None) -> None:

@@ -106,9 +106,9 @@ class AsyncRunner:
         outputs = self._outputs(launched, found)
         self.holds = False
         if self._drafts is not None:
-            spare = None if launched is self._newest else waited
+            last = launched is self._newest
             self.holds = self._drafts.follow(
-                launched.items, outputs, ahead=launched.ahead, spare=spare
+                launched.items, outputs, ahead=launched.ahead, spare=waited, last=last
             )
         return Result(outputs)
 

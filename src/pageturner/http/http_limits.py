@@ -131,7 +131,7 @@ class OpenConnections:
     open     how many there are
     refused  counts what was refused or cut off here, by code
     memory   of this process
-    read     what comes in, until it is copied at once: of all connections, whose loop is one thread's
+    read     what comes in, until it is copied at once
     """
 
     def __init__(

@@ -41,9 +41,9 @@ class Phase(enum.Enum):
 
 
 class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """uvicorn's protocol with bounds. `shared`: what all connections have in common, the memory that
-    they read into too. asyncio's own would be 256 KB anew for each read, and where the system refuses
-    them it ends the connection: a client with a small request would get no answer."""
+    """uvicorn's protocol with bounds. `shared`: what all connections have in common, the memory
+    that they read into too: asyncio's own is new for each read, and where the system refuses it a
+    client with a small request would get no answer."""
 
     def __init__(self, shared: OpenConnections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)

@@ -140,7 +140,7 @@ class RequestMiddleware:
         most = self._uploads.get(scope["path"], self._most)
         if length.isdigit() and int(length) > most:
             info.about["error"] = "body_too_large"
-            await self._too_large(scope["path"], receive, send, most)
+            await self._too_large(scope["path"], receive, send, body_too_large(most))
             return
         await self._app(scope, receive, send)
 
@@ -168,11 +168,9 @@ class RequestMiddleware:
         info.key = key or ANYBODY
         info.tenant = info.key.tenant
 
-    async def _too_large(self, path: str, receive: Receive, send: Send, most: int) -> None:
+    async def _too_large(self, path: str, receive: Receive, send: Send, error: ClientError) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection
         under the answer of a client that first writes everything."""
-        flag = "--max-file-size" if path in self._uploads else "--max-body-size"
-        error = body_too_large(most, flag)
         refusal = error_response(path, error, {"connection": "close"})
         headers = refusal.raw_headers
         await send({"type": "http.response.start", "status": 413, "headers": headers})

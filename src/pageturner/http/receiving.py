@@ -91,9 +91,8 @@ async def discard(receive: Receive) -> None:
         return
 
 
-def body_too_large(most: int, flag: str = "--max-body-size") -> ClientError:
-    """The refusal of a body with more bytes. flag: the setting that the operator can raise."""
-    message = f"a request body may have {most} bytes: send less, or start the server with {flag}"
+def body_too_large(most: int) -> ClientError:
+    message = f"a request body may have {most} bytes (--max-body-size, of files --max-file-size)"
     return ClientError(413, "body_too_large", message)
 
 

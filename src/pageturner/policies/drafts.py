@@ -73,12 +73,13 @@ class RowPrices:
 
     def wait(self, sequences: int) -> float:
         """The time of a step that waits for the tokens before it over that of one that need not."""
-        ahead = self._ahead.get(sequences)
-        return WAIT if ahead is None else max(1.0, self._steps[sequences] / ahead)
+        if sequences not in self._ahead:
+            return WAIT
+        return max(1.0, self._steps[sequences] / self._ahead[sequences])
 
     def took_ahead(self, sequences: int, seconds: float) -> None:
-        """A step of so many sequences, without prompts, was launched before the tokens of the one in
-        front of it were known."""
+        """A step of so many sequences, without prompts, was launched before the result of the one
+        in front of it."""
         if seconds <= 0:
             return
         ahead = self._ahead.get(sequences, seconds)
@@ -112,7 +113,8 @@ class _Account:
     __slots__ = ("chances", "expected", "right")
 
     def __init__(self, right: float) -> None:
-        self.right, self.expected = right, TRUST
+        self.right = right
+        self.expected = TRUST
         self.chances: list[float] = []
 
     @property
@@ -165,26 +167,32 @@ class PricedDrafts:
             self._cut(drafts, items, sequences)
 
     def follow(
-        self, items: Tokens[Item], outputs: Tokens[Output], *, ahead: bool, spare: float | None
+        self,
+        items: Tokens[Item],
+        outputs: Tokens[Output],
+        *,
+        ahead: bool,
+        spare: float,
+        last: bool = False,
     ) -> bool:
         """Take in a step that was launched, ahead of the result of the one in front of it or not.
         Returns whether drafts are likely to pay behind the step under way, which nothing should be
         launched behind then.
 
-        spare  seconds that the host waited for this step while one is under way; None: none is, and
-               drafts are written as `propose` does
+        spare  seconds that the host waited for this step
+        last   none is under way behind it, and drafts are written as `propose` does
         """
-        if spare is None and not ahead:
+        if last and not ahead:
             self.propose(items, outputs)
             return False
         self._learn(items, outputs, ahead=ahead)
         sequences = _decoding(outputs)
-        if not sequences or (spare is not None and 2 * self._took * sequences > spare):
+        if not sequences or (not last and 2 * self._took * sequences > spare):
             return False
         begin = self._clock()
         drafts = self._ask(items, outputs, sequences)
         self._took += RATE * ((self._clock() - begin) / sequences - self._took)
-        if spare is None:
+        if last:
             self._cut(drafts, items, sequences)
             return False
         for output, _ in drafts:
@@ -198,7 +206,7 @@ class PricedDrafts:
     def _ask(
         self, items: Tokens[Item], outputs: Tokens[Output], sequences: int
     ) -> list[tuple[Output, list[float]]]:
-        """Return the outputs with a draft, and the chance that a token and all before it are right."""
+        """Return the outputs with a draft, and how likely all of it is right up to each token."""
         least = LEAST_GAIN * sequences * self.prices.row(sequences)
         self._proposer.propose(items, outputs, least)
         drafts = []
@@ -243,8 +251,9 @@ class PricedDrafts:
         wait = 0.0
         if ties and foreseen and all(foreseen(item.sequence.request) for item in items):
             wait = self.prices.wait(sequences)
-        pays = tokens > LEAST_GAIN * wait * step * sequences
-        return (least, ties) if pays else (2.0, 0)
+        if tokens <= LEAST_GAIN * wait * step * sequences:
+            return 2.0, 0
+        return least, ties
 
     def _learn(self, items: Tokens[Item], outputs: Tokens[Output], *, ahead: bool = False) -> None:
         """Take in what the step took that ends now, if it only decoded, and how drafts did."""
