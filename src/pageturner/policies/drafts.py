@@ -182,9 +182,6 @@ class PricedDrafts:
         spare  seconds that the host waited for this step
         last   none is under way behind it, and drafts are written as `propose` does
         """
-        if last and not ahead:
-            self.propose(items, outputs)
-            return False
         self._learn(items, outputs, ahead=ahead)
         sequences = _decoding(outputs)
         if not sequences or (not last and 2 * self._took * sequences > spare):
@@ -236,9 +233,8 @@ class PricedDrafts:
         step = 1.0
         least = 2.0
         ties = 0
-        for chance in sorted((chance for each in drafts for chance in each), reverse=True)[
-            :MAX_DRAFTED
-        ]:
+        chances = sorted((chance for each in drafts for chance in each), reverse=True)
+        for chance in chances[:MAX_DRAFTED]:
             if chance * step <= LEAST_GAIN * row * tokens:
                 break
             tokens += chance
