@@ -205,22 +205,14 @@ class Hunt:
         harm = trust_hostile.harm_of(
             "", attack, (self._server, self.clients, self.watch), self.rest
         )
-        fair = max(trust_hostile.MORE_GAP, self.share * min(1, harm.tokens / trust_hostile.BUDGET))
-        gap = harm.gap - self.calm
-        if gap > fair:  # others use this machine, too: as long without the attack
-            gap = min(gap, harm.gap - self._quiet(harm.seconds))
-        self.found.worst_gap = max(self.found.worst_gap, gap)
+        unfair = trust_hostile.judge_gap(harm, self.clients, self.calm, self.share)
+        self.found.worst_gap = max(self.found.worst_gap, harm.gap)
         fat = (
             harm.memory
             if harm.memory > trust_hostile.TIMES_BODY * harm.body + trust_hostile.SLACK_MB
             else 0.0
         )
-        return (gap if gap > fair else 0.0, fat, names[-1][:160]) if gap > fair or fat else None
-
-    def _quiet(self, seconds: float) -> float:
-        begin = time.monotonic()
-        time.sleep(seconds)
-        return self.clients.gap(begin, time.monotonic())[0]
+        return (harm.gap * unfair, fat, names[-1][:160]) if unfair or fat else None
 
     def close(self) -> tuple[int, int]:
         self._pipe.send(None)

@@ -5,7 +5,7 @@ one, the answers of /health, the memory of the API process, 500s and restarts. T
 bench/hostile_requests.py.
 
 A gap may grow by MORE_GAP, or by the attacker's fair share of tokens: where its prompts were computed, by as
-long as a step takes that is full of an ordinary client's prompt, which is measured at first. Attackers and
+long as a step takes that is full of an ordinary client's prompt: the longest of nine at first. Attackers and
 ordinary clients are processes of their own, so that neither slows the other down by sharing an interpreter.
 """
 
@@ -36,7 +36,7 @@ STREAMS, TOKENS = 16, 120
 PATIENCE = 6.0  # seconds after which an attacker leaves
 INTENSITIES = {"one": (1, 1), "eight in a row": (8, 1), "eight at once": (1, 8)}  # times, at once
 MORE_GAP = 0.1  # seconds by which a gap may grow
-ORDINARY = 2 * STREAMS * 10  # tokens of prompts of the streams themselves, at most
+ORDINARY = 10  # tokens of a prompt of the streams themselves
 BUDGET = 512  # tokens of a step, the server's default: a prompt of as many is a whole share
 HEALTH = 0.05  # seconds
 TIMES_BODY = 4.0  # how many times its body a request may cost in memory
@@ -56,12 +56,12 @@ class Clients:
     def __init__(self, url: str) -> None:
         self._process, self._pipe = harness.spawn(_clients, url)
 
-    def gap(self, begin: float, end: float) -> tuple[float, float]:
+    def gap(self, begin: float, end: float) -> tuple[float, float, int]:
         """The longest wait within this time, in seconds: of any stream for its next token, and of any request
-        for its first one."""
+        for its first one; and how many of these came."""
         self._pipe.send((begin, end))
-        gap, first = self._pipe.recv()
-        return float(gap), float(first)
+        gap, first, count = self._pipe.recv()
+        return float(gap), float(first), int(count)
 
     def close(self) -> tuple[int, int]:
         """End them. Returns the answers, and how many of these were not what they were at first."""
@@ -98,6 +98,7 @@ def _clients(url: str, pipe: Connection) -> None:
             (
                 _longest(seen.gaps, seen.last, begin, end),
                 _longest(seen.firsts, seen.asked, begin, end),
+                sum(begin <= at <= end for at, _ in list(seen.firsts)),
             )
         )
     seen.stop = True
@@ -267,7 +268,7 @@ class Harm:
     """What one attack at one intensity did."""
 
     attack: str
-    gap: float  # seconds between two tokens of a stream
+    gap: float  # seconds between two tokens of a stream; once judged, by how much they grew
     first: float  # seconds until the first token of one
     tokens: int  # of prompts, computed in the meantime
     health: float
@@ -275,6 +276,7 @@ class Harm:
     body: float  # MB, of all that was sent at once
     errors: list[str]
     seconds: float
+    unfair: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,14 +298,14 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         for number, attack in enumerate(attacks):
             for name, (times, at_once) in INTENSITIES.items():
                 title = f"{attack.kind}, {attack.name}, {name}"
-                harms.append(
-                    harm_of(
-                        title,
-                        lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
-                        (server, clients, watch),
-                        rest,
-                    )
+                harm = harm_of(
+                    title,
+                    lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
+                    (server, clients, watch),
+                    rest,
                 )
+                harm.unfair = judge_gap(harm, clients, calm[0], share)
+                harms.append(harm)
         back = memory_back(server, rest)
         restarted = server.engine_pid() != engine
         attacker.close()
@@ -335,19 +337,22 @@ def calm_waits(clients: Clients, watch: Watch) -> tuple[tuple[float, float], flo
         begin = time.monotonic()
         time.sleep(CALM_SECONDS)
         gaps.append(clients.gap(begin, time.monotonic()))
-    calm = statistics.median(gap for gap, _ in gaps), statistics.median(first for _, first in gaps)
+    calm = (
+        statistics.median(gap for gap, _, _ in gaps),
+        statistics.median(first for _, first, _ in gaps),
+    )
     return calm, watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
 
 
 def full_step(server: Server, clients: Clients) -> float:
-    """The longest gap beside a long prompt of an ordinary client."""
+    """The longest gap beside a long prompt of an ordinary client, of nine."""
     gaps = []
-    for number in range(5):
+    for number in range(9):
         body = {"prompt": f"{number} " * 2000, "max_tokens": 1}
         begin = time.monotonic()
         harness.fetch(server.url, "/v1/completions", body, **HEADERS)
         gaps.append(clients.gap(begin, time.monotonic())[0])
-    return statistics.median(gaps)
+    return max(gaps)
 
 
 def _computed(server: Server) -> int:
@@ -367,18 +372,31 @@ def harm_of(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: 
     time.sleep(0.3)  # what an attacker left behind
     end = time.monotonic()
     errors = [repr(outcome.start[-200:]) for outcome in outcomes if outcome.status == 500]
-    gap, first = clients.gap(begin, end)
+    gap, first, begun = clients.gap(begin, end)
     return Harm(
         attack=title,
         gap=gap,
         first=first,
-        tokens=max(0, _computed(server) - before - ORDINARY),
+        tokens=max(0, _computed(server) - before - ORDINARY * begun),
         health=watch.worst_health(begin, end),
         memory=watch.peak(begin, sent) - rest,
         body=sum(outcome.size for outcome in outcomes) / 2**20,
         errors=errors,
         seconds=end - begin,
     )
+
+
+def judge_gap(harm: Harm, clients: Clients, calm: float, share: float) -> bool:
+    """Make the gap that by which it grew, and tell whether that is more than fair. Others use this machine, too:
+    then as long a time without the attack is looked at."""
+    fair = max(MORE_GAP, share * min(1, harm.tokens / BUDGET))
+    longest = harm.gap
+    harm.gap -= calm
+    if harm.gap > fair:
+        begin = time.monotonic()
+        time.sleep(harm.seconds)
+        harm.gap = min(harm.gap, longest - clients.gap(begin, time.monotonic())[0])
+    return harm.gap > fair
 
 
 def memory_back(server: Server, rest: float) -> float:
@@ -401,15 +419,11 @@ def _judged(
         by_kind[harm.attack.split(",")[0]].append(harm)
     for kind, found in sorted(by_kind.items()):
         worst = max(found, key=lambda harm: harm.gap)
-        over = [harm for harm in found if harm.gap > calm + MORE_GAP]
-        unfair = [
-            harm
-            for harm in over
-            if harm.gap > calm + max(MORE_GAP, share * min(1, harm.tokens / BUDGET))
-        ]
+        over = [harm for harm in found if harm.gap > MORE_GAP]
+        unfair = [harm for harm in over if harm.unfair]
         figure = f"{len(over)} of {len(found)} over, {len(unfair)} of them by more than its share of tokens"
-        figure += f"; worst {worst.gap - calm:+.2f} s ({worst.attack}, {worst.tokens} tokens)"
-        figure += "".join(f"; unfair {one.gap - calm:+.2f} s ({one.attack})" for one in unfair[:3])
+        figure += f"; worst {worst.gap:+.2f} s ({worst.attack}, {worst.tokens} tokens)"
+        figure += "".join(f"; unfair {one.gap:+.2f} s ({one.attack})" for one in unfair[:3])
         what = f"{kind}: nobody's gap grows by more than {MORE_GAP * 1000:.0f} ms or a fair share of tokens"
         yield Line(what, figure, not unfair)
     late = [harm for harm in harms if harm.first > calm_first + MORE_GAP]
