@@ -23,7 +23,7 @@ from harness import Line, Part
 
 LONG_MINUTES = 120.0  # of chaos
 REQUESTS = 150_000  # of the soak
-LONG_REQUESTS = 2_000_000  # 46 a second for 12 hours: more than the real engine answers on two cores
+LONG_REQUESTS = 2_000_000  # 46 a second for 12 hours: more than two cores answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
