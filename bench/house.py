@@ -58,10 +58,10 @@ BUDGETS = {
     "http": 18_970,
     "server": 109_570,
     "router": 28_030,
-    "lab": 90_610,
+    "lab": 90_750,
     "cli": 14_480,
 }
-WHOLE = {"src/pageturner": 601_910, "bench": 197_990, "tests": 691_130}  # tokens
+WHOLE = {"src/pageturner": 602_050, "bench": 198_550, "tests": 691_130}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

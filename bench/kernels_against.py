@@ -2,18 +2,14 @@
 
     python bench/kernels_against.py BASE [--rounds 2] [flags of `pageturner bench kernels`]
 
-The ladder of this tree climbs both: the other commit lends its folder `kernels/`, compiled in a temporary
-work tree. Of each side and rung the best time counts, since a disturbance only ever adds to it. A rung that
-the other commit cannot climb is left out.
+Each side climbs its own ladder. Of each side and rung the best time counts, since a disturbance only ever adds to
+it. A rung that only one of them has is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,46 +18,14 @@ from typing import Any
 from pageturner.lab.bench import bench_kernels
 from pageturner.lab.reporting import summary
 
-ROOT = Path(__file__).resolve().parents[1]
-KERNELS = Path("src/pageturner/kernels")
+sys.path += [str(Path(__file__).parent / "accept")]
+
+import sides
 
 
-def build(base: str, folder: Path) -> Path:
-    """A copy of our sources with the kernels of `base`, compiled; what is to be on PYTHONPATH."""
-    tree = folder / "tree"
-    subprocess.run(
-        ["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True
-    )
-    try:
-        environment = {**os.environ, "PYTHON": sys.executable}
-        command = [tree / KERNELS / "native" / "build.sh", folder / "build"]
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-        source = folder / "src"
-        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        mine, theirs = source / "pageturner" / "kernels", tree / KERNELS
-        shutil.rmtree(mine)
-        shutil.copytree(theirs, mine, ignore=shutil.ignore_patterns("__pycache__"))
-        if not (
-            mine / "peak.py"
-        ).exists():  # limits are taken from our run, but the module is imported
-            shutil.copy(ROOT / KERNELS / "peak.py", mine)
-        return source
-    finally:
-        subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
-
-
-def climb(source: Path, flags: list[str], output: Path) -> dict[str, Any]:
+def climb(side: sides.Side, flags: list[str], output: Path) -> dict[str, Any]:
     """One ladder in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pageturner.lab.bench.bench_kernels",
-        *flags,
-        "--json",
-        str(output),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(source)}
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    side.run(*side.command("bench", "kernels", *flags, "--json", str(output)))
     figures: dict[str, Any] = json.loads(output.read_text())
     return figures
 
@@ -85,17 +49,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write both ladders to this JSON file")
     args, flags = parser.parse_known_args()
-    sides: dict[str, list[dict[str, Any]]] = {"other": [], "ours": []}
+    both = (sides.earlier(args.base), sides.ours())
+    runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in both}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        sources = {"other": build(args.base, folder), "ours": ROOT / "src"}
         limits = folder / "limits.json"
-        climb(sources["ours"], [*flags, "--only", "elementwise", "--budget", "0"], limits)
+        climb(both[1], [*flags, "--only", "elementwise", "--budget", "0"], limits)
         for turn in range(args.rounds):
-            for side, runs in sides.items():
+            for side in both:
                 given = [*flags, "--limits", str(limits)]
-                runs.append(climb(sources[side], given, folder / f"{side}{turn}.json"))
-    ours, other = best_of(sides["ours"]), best_of(sides["other"])
+                runs[side.name].append(climb(side, given, folder / f"{side.name}{turn}.json"))
+    ours, other = best_of(runs["ours"]), best_of(runs["base"])
     print(bench_kernels.render(ours, other))
     print(
         f"other: {args.base}, {other['fingerprint']}; best of {args.rounds} runs of each, taken in turns"

@@ -125,7 +125,7 @@ def _bench(settings: EngineConfig, blocks: int) -> EngineBench:
         "max_model_len": 512,
     }
     bench, _ = comparison.simulated_engine(
-        CalibratedCost([STEP, 0, TOKEN, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about), lambda c: c
+        CalibratedCost([STEP, 0, TOKEN, 0, 0, 0, 0], (0, 0), 1, 0.0, about), lambda c: c
     )
     return bench
 

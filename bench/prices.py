@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    llm = LLM(options.model, enable_prefix_caching=False)
+    llm = LLM(options.model, enable_prefix_caching=False, speculation="off")
     built = llm.built
     assert built.needs is not None
     prices = work_prices(built.needs)

@@ -148,7 +148,7 @@ def prefix() -> Iterator[Line]:
     numbers = iter(range(1, 10**6))
 
     def time_of(**options: Any) -> float:
-        llm = LLM("smollm2", **options)
+        llm = LLM("smollm2", speculation="off", **options)
         encode = llm.tokenizer.encode
         prompts = [tuple(encode(job.text, add_special=True, parse_special=False)) for job in jobs]
         _run(llm, [Request(next(numbers), (5, 6, 7), replace(GREEDY, max_tokens=4))])

@@ -100,7 +100,7 @@ def serving(side: Side, *flags: str, wait: float = 120.0, **environment: str) ->
     port = harness.free_port()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            side.command("serve", "smollm2", "--port", str(port), *flags),
+            side.command("serve", "smollm2", "--port", str(port), "--speculation", "off", *flags),
             cwd=side.root,
             env=side.environment(**environment),
             stdout=subprocess.DEVNULL,

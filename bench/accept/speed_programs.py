@@ -38,7 +38,7 @@ from pageturner.scheduler.order import Order
 from pageturner.scheduler.types import Plan, Sequence
 
 # Seconds of a step: once, for each of the first 8 rows, each row, sequence, logit, position read, pair
-COST = CalibratedCost([4e-3, 1e-4, 6e-4, 2e-4, 6e-4, 2e-8, 2e-8], (0.0, 0.0), 0, {}, 2e-4, {})
+COST = CalibratedCost([4e-3, 1e-4, 6e-4, 2e-4, 6e-4, 2e-8, 2e-8], (0.0, 0.0), 0, 2e-4, {})
 LANES, THINK, TARGET = 24, 20.0, 1.5
 MEMORIES = (1500, 2200, 9000)  # blocks; the last holds all that LANES say
 LOAD, MEAN_PROMPT, SLOTS, BLOCKS = 0.9, 400, 16, 4000

@@ -79,7 +79,9 @@ def group_peak_mb(pgid: int) -> float:
 @contextlib.contextmanager
 def ours(model: str = "smollm2") -> Iterator[Measure]:
     begin = time.monotonic()
-    with harness.server("--served-model-name", "ours", model=model) as server:
+    # as peers are by default: how far drafts help depends on the texts
+    flags = ("--served-model-name", "ours", "--speculation", "off")
+    with harness.server(*flags, model=model) as server:
         yield served(server.url, "ours", server.process.pid, time.monotonic() - begin)
 
 

@@ -14,7 +14,7 @@ from pageturner.progress import Progress
 
 
 def cost(median: float) -> CalibratedCost:
-    return CalibratedCost([1.0] * 7, (median, 2 * median), 100, {}, 0.0, {})
+    return CalibratedCost([1.0] * 7, (median, 2 * median), 100, 0.0, {})
 
 
 def check(error: float) -> Check:

@@ -33,7 +33,7 @@ def calibration(tmp_path: Path) -> str:
     config = msgspec.to_builtins(EngineConfig(model="no-such-model"))
     engine = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 1024}
     path = tmp_path / "calibration.json"
-    CalibratedCost([0.002, 0, 0.001, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, engine).save(path)
+    CalibratedCost([0.002, 0, 0.001, 0, 0, 0, 0], (0, 0), 1, 0.0, engine).save(path)
     return str(path)
 
 

@@ -222,7 +222,7 @@ def test_the_simulated_engine_has_the_settings_of_the_calibrated_one(
         "max_model_len": 1024,
     }
     path = tmp_path / "c.json"
-    CalibratedCost([1.0] * 7, (0, 0), 1, {}, 0.0, about).save(path)
+    CalibratedCost([1.0] * 7, (0, 0), 1, 0.0, about).save(path)
     parser = argparse.ArgumentParser()
     simulate_command.add_arguments(parser)
     arguments = parser.parse_args(["--rate", "5", "--calibration", str(path)])
@@ -334,7 +334,7 @@ def test_a_calibration_needs_an_engine_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "c.json"
-    CalibratedCost([1.0] * 7, (0, 0), 1, {}, 0.0, {}).save(path)
+    CalibratedCost([1.0] * 7, (0, 0), 1, 0.0, {}).save(path)
     assert cli.main(["simulate", "--rate", "5", "--calibration", str(path)]) == 1
     assert "does not say what engine it is of" in capsys.readouterr().err
     assert cli.main(["calibrate", "--num-prompts", "2"]) == 2
@@ -369,7 +369,7 @@ def test_a_calibrated_engine_takes_roles_and_slower_memory(
         "--tpot-ms",
         "30",
     )
-    cost = CalibratedCost([1e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about)
+    cost = CalibratedCost([1e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, 0.0, about)
     cost.save(path)
     apart = ("--roles", "prefill=1,decode=1", "--prefill-tokens", "16")
     for flags in (apart, ("--kv-file-gb", "1")):

@@ -43,7 +43,7 @@ TARGETS = ("--ttft-ms", "400", "--tpot-ms", "30")
 @pytest.fixture
 def calibration(tmp_path: Path) -> str:
     path = tmp_path / "calibration.json"
-    CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 100, {}, 0.0, ENGINE).save(path)
+    CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 100, 0.0, ENGINE).save(path)
     return str(path)
 
 

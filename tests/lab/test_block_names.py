@@ -21,7 +21,7 @@ from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from pageturner.policies.orders import ORDERS
 from pageturner.request import SessionHint
 
-COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 1e-7], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 1e-7], (0, 0), 1, 0.0, {})
 Parts = tuple[tuple[int, int], ...]
 
 

@@ -37,7 +37,7 @@ from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficReq
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from support.refusals import engine_fault
 
-COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 1e-7], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 1e-7], (0, 0), 1, 0.0, {})
 
 
 def traffic_at(count: int, prompt: int, rate: float) -> Traffic:

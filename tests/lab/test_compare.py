@@ -44,7 +44,7 @@ def calibration(**settings: object) -> CalibratedCost:
         | settings
     )
     about = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 2048}
-    return CalibratedCost([0.002, 0, 0.001, 0, 0, 1e-6, 0], (0, 0), 1, {}, 0.0005, about)
+    return CalibratedCost([0.002, 0, 0.001, 0, 0, 1e-6, 0], (0, 0), 1, 0.0005, about)
 
 
 @pytest.fixture(scope="module")

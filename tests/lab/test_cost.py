@@ -20,7 +20,7 @@ from pageturner.telemetry.work import StepWork
 from support.engines import GOLDENS
 from support.refusals import engine_fault
 
-TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
+TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, 3e-4, {})
 
 
 def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
@@ -98,7 +98,6 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
         "weights": [1.0],
         "error": [0, 0],
         "steps": 1,
-        "range": {},
         "gap": 0,
         "engine": {},
     }

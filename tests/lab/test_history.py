@@ -338,7 +338,7 @@ def test_a_simulated_run_is_the_run_when_steps_take_what_they_took(tmp_path: Pat
     found = recorded_runs.request_metrics(run)
     assert sorted(found.tokens) == sorted(one.answer_length for one in load.requests)
     steps = len([one for one in run.steps if one.items])
-    cost = CalibratedCost([1e-3, 0, 0, 0, 0, 0, 0], (0, 0), steps, {}, 0.0, {})
+    cost = CalibratedCost([1e-3, 0, 0, 0, 0, 0, 0], (0, 0), steps, 0.0, {})
     check = calibration.checked(run, cost, "p")
     assert list(check.errors) == list(check.steady) == list(calibration.CHECKED)
     slow = calibration.checked(

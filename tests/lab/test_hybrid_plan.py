@@ -28,7 +28,7 @@ QWEN = json.loads((GOLDENS / "published_configs.json").read_text())["qwen3_5_4b"
 STATE = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 TAIL = 24 * (32 * 32 * 4 + 16 * 128 * 32 * 2 + 32 * 128 * 32 * 2 + 32 * 8192 * 2)
 TOKEN = 8 * 2 * 4 * 256 * 2
-COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, 0.0, {})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
-COST = CalibratedCost([1e-3, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([1e-3, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, 0.0, {})
 ENGINE = EngineConfig(max_num_batched_tokens=512, max_queue=1000)
 
 

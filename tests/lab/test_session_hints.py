@@ -15,7 +15,7 @@ from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.request import SessionHint
 from pageturner.scheduler.scheduler import Scheduler
 
-COST = CalibratedCost([4e-3, 1e-4, 6e-4, 2e-4, 6e-4, 2e-8, 2e-8], (0.0, 0.0), 0, {}, 2e-4, {})
+COST = CalibratedCost([4e-3, 1e-4, 6e-4, 2e-4, 6e-4, 2e-8, 2e-8], (0.0, 0.0), 0, 2e-4, {})
 BLOCKS = 700  # of 16 tokens: half of what the conversations under way have said
 
 

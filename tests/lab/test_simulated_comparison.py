@@ -34,7 +34,7 @@ def cost_of(step: float = 0.004, row: float = 0.0004) -> CalibratedCost:
         "recent": 0,
         "max_model_len": 2048,
     }
-    return CalibratedCost([step, 0, row, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about)
+    return CalibratedCost([step, 0, row, 0, 0, 0, 0], (0, 0), 1, 0.0, about)
 
 
 def bench_of(cost: CalibratedCost) -> EngineBench:

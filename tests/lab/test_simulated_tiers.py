@@ -16,7 +16,7 @@ from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
 from pageturner.scheduler.store import Store
 
-COST = CalibratedCost([1e-3, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([1e-3, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, 0.0, {})
 PROMPT, SECONDS = 320, 1e-5  # tokens, and seconds for which one comes up
 
 

@@ -25,7 +25,7 @@ from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from support.refusals import engine_fault
 
-COST = CalibratedCost([1e-2, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([1e-2, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, 0.0, {})
 BASE = Scenario(
     EngineConfig(max_num_batched_tokens=512, max_num_seqs=8),
     KVSizes(400),
@@ -132,7 +132,7 @@ def test_replicas_follow_the_load() -> None:
     made = SyntheticTraffic(500, 3.0, 200, 40)
     scaling = Autoscaling(1, 6, start=10.0, up=5.0, down=30.0)
     change: dict[str, Any] = {
-        "cost": CalibratedCost([0.1, 0, 1e-3, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {}),
+        "cost": CalibratedCost([0.1, 0, 1e-3, 0, 0, 0, 0], (0, 0), 1, 0.0, {}),
         "traffic": lambda rate: made.open_loop(),
         "targets": LatencyTargets(5.0, 0.2),
     }

@@ -27,7 +27,7 @@ from pageturner.scheduler.types import Plan
 from pageturner.telemetry.work import StepWork, work_of
 from support.schedulers import make_stack
 
-COST = CalibratedCost([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, {}, 1e-4, {})
+COST = CalibratedCost([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, 1e-4, {})
 Seen = list[tuple[int, float, float, list[tuple[int, int, int]]]]
 
 

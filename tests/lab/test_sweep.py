@@ -287,7 +287,7 @@ ABOUT = {
     "recent": 0,
     "max_model_len": 512,
 }
-COST = CalibratedCost([0.01, 0, 0.0001, 0, 0, 0, 0], (0, 0), 99, {}, 0.0, ABOUT)
+COST = CalibratedCost([0.01, 0, 0.0001, 0, 0, 0, 0], (0, 0), 99, 0.0, ABOUT)
 
 
 def test_the_simulator_has_the_knee_where_places_end() -> None:

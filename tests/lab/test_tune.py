@@ -26,7 +26,7 @@ from pageturner.lab.traffic.traffic import Traffic, in_vocabulary
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from support.refusals import engine_fault
 
-COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, 0.0, {})
 SMALL = SearchSpace(("chunked", "prefill_first"), ("fcfs", "sjf"), (16, 32))
 POOR = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, policy="static")
 

@@ -91,11 +91,11 @@ class EngineConfig(SchedulerConfig, KVSettings):
         "folder in which weights are kept in the layout of the kernels, so that the next start is faster",
     )
     speculation: str = option(
-        "off",
+        "auto",
         "speculative decoding, as far as it pays; suffix: draft tokens from repeated passages of prompt, answer"
         " and what the tenant was told lately; auto: suffix; ngram: of prompt and answer only; draft: from"
         " --draft-model; mtp: from the head of the checkpoint that predicts a second token",
-        ("off", "auto", "suffix", "ngram", "draft", "mtp"),
+        ("auto", "off", "suffix", "ngram", "draft", "mtp"),
     )
     draft_model: str = option(
         "", "draft model of --speculation draft: a smaller model with the same tokenizer"

@@ -80,7 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answer the whole workload, all requests at once; figures of tokens and steps."""
-    config = EngineConfig(**{name: getattr(arguments, name) for name in SETTINGS})
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    config = EngineConfig(**settings, speculation="off")  # every step has all of its tokens
     clocks: list[TimedOps] = []
 
     def wrap(ops: Any) -> Any:

@@ -100,8 +100,8 @@ class EngineBench:
 
     @classmethod
     def load(cls, config: EngineConfig) -> EngineBench:
-        """This machine, this model."""
-        return cls(make_engine(replace(config, step_log="")), config)
+        """This machine, this model. Drafts are off: how far they help depends on the texts."""
+        return cls(make_engine(replace(config, step_log="", speculation="off")), config)
 
     def run(
         self,

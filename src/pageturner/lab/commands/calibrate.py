@@ -7,6 +7,7 @@ lab/simulation/calibration.py.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import textwrap
 from statistics import median
@@ -85,10 +86,12 @@ def _busy() -> bool:
 def render(cost: CalibratedCost, checks: list[Check]) -> str:
     """The weights, the fit's own error, and each check."""
     from pageturner.lab.reporting.summary import table
-    from pageturner.lab.simulation.step_cost import FEATURES
+    from pageturner.lab.simulation.step_cost import FEATURES, LEVELS
 
+    names = [*FEATURES, *(f"{rows} rows or more" for rows in LEVELS)]
+    more = [after - before for before, after in itertools.pairwise(cost.levels)]
     weights = ", ".join(
-        f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w
+        f"{name} {1e6 * w:,.4g}" for name, w in zip(names, cost.weights + more, strict=True) if w
     )
     gap = f"{1e6 * cost.gap:,.0f}"
     lines = [
@@ -98,7 +101,7 @@ def render(cost: CalibratedCost, checks: list[Check]) -> str:
         f"of these steps half are within {cost.error[0]:.1%}, 90 % within {cost.error[1]:.1%}",
     ]
     if checks:
-        names = list(checks[0].errors)
+        names = [*checks[0].errors]
         rows: list[list[object]] = [
             [check.load, *(f"{check.errors[name]:+.1%}" for name in names), f"{check.drift:.3f}"]
             for check in checks

@@ -376,17 +376,17 @@ def traffic_of(
             cap=arguments.cap,
             seed=arguments.seed,
         )
-        turns, think = arguments.turns, arguments.think
-        if turns:
-            about = (
-                f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
+        about = f"traffic: {made.count:,} sessions of {arguments.turns} turns,"
+        about += f" {made.rate:g} begin a second"
+        if not arguments.turns:
+            about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second,"
+            about += f" variation {made.cv:g}"
+            about += (
+                f"; prompts of {made.prompt:,} and answers of {made.output:,} tokens on average"
             )
-            return partial(_sessions, made, turns, think), [about]
-        about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
-        about += f"; prompts of {made.prompt:,} and answers of {made.output:,} tokens on average"
-        if made.output > made.cap:
-            about += f", answers cut at {made.cap:,} (--cap)"
-        return partial(_open_loop, made), [about]
+            if made.output > made.cap:
+                about += f", answers cut at {made.cap:,} (--cap)"
+        return partial(_made_up, made, arguments.turns, arguments.think), [about]
     rows = traffic_files.read_trace(arguments.trace, arguments.num_prompts)
     name = traffic_files.trace_name(arguments.trace)
     if arguments.rate:
@@ -403,12 +403,9 @@ def traffic_of(
     return partial(_of_trace, rows, scaling, name), [about]
 
 
-def _open_loop(made: SyntheticTraffic, rate: float) -> Traffic:
-    return replace(made, rate=made.rate * rate).open_loop()
-
-
-def _sessions(made: SyntheticTraffic, turns: int, think: float, rate: float) -> Traffic:
-    return replace(made, rate=made.rate * rate).sessions(turns, think)
+def _made_up(made: SyntheticTraffic, turns: int, think: float, rate: float) -> Traffic:
+    made = replace(made, rate=made.rate * rate)
+    return made.sessions(turns, think) if turns else made.open_loop()
 
 
 def _of_trace(rows: list[TraceRow], scaling: TraceScaling, name: str, rate: float) -> Traffic:

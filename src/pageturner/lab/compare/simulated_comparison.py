@@ -99,8 +99,7 @@ def _undisturbed(
     longer, and no more work."""
     told = sum(cost.seconds(work_of_step(step)) for run in runs for step in run.steps if step.items)
     share = min(own / threads / max(told, 1e-9), 1.0)
-    weights = [share * weight for weight in cost.weights]
-    return msgspec.structs.replace(cost, weights=weights, gap=share * cost.gap)
+    return msgspec.structs.replace(cost.times(share), gap=share * cost.gap)
 
 
 def reckon(

@@ -119,10 +119,8 @@ def checked(run: RecordedRun, cost: CalibratedCost, name: str) -> Check:
     took = sum(step.end - step.start for step in steps)
     told = sum(cost.seconds(work_of_step(step)) - cost.gap for step in steps)
     drift = took / told
-    drifted = msgspec.structs.replace(cost, weights=[drift * weight for weight in cost.weights])
-    return Check(
-        name, measured, _errors(run, cost, measured), drift, _errors(run, drifted, measured)
-    )
+    steady = _errors(run, cost.times(drift), measured)
+    return Check(name, measured, _errors(run, cost, measured), drift, steady)
 
 
 def _errors(run: RecordedRun, cost: CalibratedCost, measured: dict[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ answer.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from pageturner.telemetry.work import StepWork, spans_of_ballast, work_of_spans
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows up to which one more costs what its arithmetic costs, not yet its share of a tile.
 SMALL = 8
+# Rows from which on kernels take other forms, so that a step may take longer by more than its rows.
+LEVELS = (2, 3, 5, 9, 17, 33, 65)
 ROUNDS = 5  # of a fit: the weights hardly move from the third on
 DESCENTS = 2000  # of one of them; it has converged long before
 
@@ -67,9 +70,10 @@ class CalibratedCost(msgspec.Struct, frozen=True):
     """Seconds as a sum over FEATURES, each weight 0 or more.
 
     weights    seconds for each
+    levels     seconds more with fewer rows than each of LEVELS, and with more than all
     error      median and 90th percentile of |predicted - measured| / measured over the steps of the
                fit
-    steps      how many these were; range: least and most of each feature among them
+    steps      how many these were
     gap        seconds between two steps, in which the engine does other things
     engine     the Header of the log, without its clocks: what the figures are true of
     """
@@ -77,9 +81,14 @@ class CalibratedCost(msgspec.Struct, frozen=True):
     weights: list[float]
     error: tuple[float, float]
     steps: int
-    range: dict[str, tuple[int, int]]
     gap: float
     engine: dict[str, Any]
+    levels: list[float] = msgspec.field(default_factory=lambda: [0.0] * (len(LEVELS) + 1))
+
+    def times(self, share: float) -> CalibratedCost:
+        """The cost where every step takes so many times as long."""
+        weights, levels = ([share * one for one in each] for each in (self.weights, self.levels))
+        return msgspec.structs.replace(self, weights=weights, levels=levels)
 
     def seconds(self, work: StepWork) -> float:
         context, pairs = self.weights[5:]
@@ -89,9 +98,8 @@ class CalibratedCost(msgspec.Struct, frozen=True):
         """Seconds that do not depend on the context."""
         once, small, token, sequence, logit, _, _ = self.weights
         few = tokens if tokens < SMALL else SMALL
-        return (
-            self.gap + once + small * few + token * tokens + sequence * sequences + logit * logits
-        )
+        once += self.gap + self.levels[bisect(LEVELS, tokens)]
+        return once + small * few + token * tokens + sequence * sequences + logit * logits
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
         of_context, of_pairs = self.weights[5:]
@@ -101,7 +109,8 @@ class CalibratedCost(msgspec.Struct, frozen=True):
     @property
     def understood(self) -> bool:
         """Return whether the weights belong to the features of this program."""
-        return len(self.weights) == len(FEATURES) and min(self.weights) >= 0
+        sizes = len(self.weights), len(self.levels)
+        return sizes == (len(FEATURES), len(LEVELS) + 1) and min(self.weights + self.levels) >= 0
 
     def save(self, path: Path) -> None:
         try:
@@ -140,6 +149,7 @@ def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> CalibratedCost:
         raise EngineFault("calibration", message)
     works = [work_of_step(step) for step in steps]
     x = np.array([features(work) for work in works])
+    x = np.column_stack([x, x[:, [FEATURES.index("tokens")]] >= np.array(LEVELS)])
     y = np.array([step.end - step.start for step in steps])
     y = np.maximum(y, 1e-9)
     keep, scale = np.ones(len(y), dtype=bool), y
@@ -150,11 +160,11 @@ def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> CalibratedCost:
         keep = ratio <= max(3 * float(np.median(ratio)), 0.05)
     error = np.abs(x @ weights - y) / y
     gaps = [b.start - a.end for a, b in itertools.pairwise(steps) if a.running]
-    counts = zip(FEATURES[2:], x.T[2:], strict=True)
-    spans = {name: (int(values.min()), int(values.max())) for name, values in counts}
     quantiles = (float(np.quantile(error, 0.5)), float(np.quantile(error, 0.9)))
     gap = float(np.median(gaps)) if gaps else 0.0
-    return CalibratedCost(weights.tolist(), quantiles, len(steps), spans, gap, engine)
+    own, more = weights[: len(FEATURES)].tolist(), weights[len(FEATURES) :]
+    levels = [0.0, *np.cumsum(more).tolist()]
+    return CalibratedCost(own, quantiles, len(steps), gap, engine, levels)
 
 
 def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
