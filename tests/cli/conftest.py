@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pageturner import progress
 from server.conftest import Server, _end
 
 # a session leader that opens a terminal gets it as its own: Ctrl-C then reaches it as SIGINT, which a shell's
@@ -33,6 +34,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "working-directory"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(progress, "LINE_EVERY", progress.NEVER)  # however busy the machine is
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import re
 import subprocess
 import sys
 import threading
@@ -292,7 +293,8 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny: list[str]) -> None:
     errors = process.stderr.read()
     assert process.wait(60) == 1
     process.stderr.close()
-    assert errors == b""
+    progress = rb"pageturner: .* \(\d+ s\)\n"  # on a busy machine
+    assert re.sub(progress, b"", errors) == b""
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SIMULATED_SETTINGS = (
     "max_model_len",
     "kv_cache_dtype",
+    "speculation",
     *(field.name for field in fields(SchedulerConfig)),
 )
 # What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
