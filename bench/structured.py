@@ -21,7 +21,7 @@ from pageturner import LLM, SamplingParams, StructuredOutputsParams
 
 PERSON = json.loads((Path(__file__).parent / "data" / "person_schema.json").read_bytes())
 SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
-TOPICS = ("sailors", "painters", "bakers", "physicists", "gardeners", "drummers", "clerks")
+TOPICS = ("sailors", "painters", "bakers")
 LIMIT = 0.9
 
 
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     llm = LLM(options.model, max_model_len=1024, max_num_seqs=options.batch, speculation="off")
-    prompts = [f"A list of {i + 2} {TOPICS[i % 7]}, in JSON:\n" for i in range(options.batch)]
+    prompts = [f"A list of {i + 2} {TOPICS[i % 3]}, in JSON:\n" for i in range(options.batch)]
     worst = 1.0
     for temperature in (0.0, 0.7):
         plain = SamplingParams(temperature=temperature, max_tokens=options.output, ignore_eos=True)

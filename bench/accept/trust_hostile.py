@@ -133,7 +133,11 @@ def _client(url: str, number: int, seen: _Seen) -> None:
             connection.request("POST", "/v1/completions", body, HEADERS)
             seen.last.pop(number, None)
             seen.asked[number] = time.monotonic()
-            for line in connection.getresponse():
+            answer = connection.getresponse()
+            if answer.status == 429:  # told to come again, which is no answer
+                time.sleep(0.25)
+                continue
+            for line in answer:
                 if line.startswith(b"data: {"):
                     now = time.monotonic()
                     if (asked := seen.asked.pop(number, None)) is not None:
