@@ -36,7 +36,7 @@ FIGURES = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulator-prompts", type=int, default=60, help="requests of a load")
-    parser.add_argument("--simulator-rate", type=float, default=RATE, help="of two engines")
+    parser.add_argument("--simulator-rate", type=float, default=RATE)
     parser.add_argument(
         "--simulator-only", nargs="+", choices=("one", "two"), default=["one", "two"]
     )
