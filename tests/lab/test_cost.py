@@ -20,7 +20,9 @@ from pageturner.telemetry.work import StepWork
 from support.engines import GOLDENS
 from support.refusals import engine_fault
 
-TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, 3e-4, {})
+TRUTH = CalibratedCost(
+    [2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, 3e-4, {}, [0.0] * 2 + [1e-3] * 6
+)
 
 
 def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
@@ -46,6 +48,7 @@ def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
 def test_the_fit_finds_what_the_steps_were_made_from() -> None:
     found = step_cost.fit(steps(400, 0.0), {})
     assert found.weights == pytest.approx(TRUTH.weights, rel=1e-3, abs=1e-10)
+    assert found.levels == pytest.approx(TRUTH.levels, rel=0.02, abs=1e-6)
     assert found.gap == pytest.approx(TRUTH.gap)
     assert found.error[1] < 1e-3
 

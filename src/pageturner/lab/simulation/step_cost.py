@@ -70,7 +70,7 @@ class CalibratedCost(msgspec.Struct, frozen=True):
     """Seconds as a sum over FEATURES, each weight 0 or more.
 
     weights    seconds for each
-    levels     seconds more with fewer rows than each of LEVELS, and with more than all
+    levels     seconds more of a step, by how many of LEVELS its rows reach
     error      median and 90th percentile of |predicted - measured| / measured over the steps of the
                fit
     steps      how many these were
