@@ -134,6 +134,7 @@ def schemas(dice: random.Random) -> Iterator[tuple[str, Any]]:
             ("(a|aa)+" * min(n, 50), f"(.{{1,{n}}}){{1,{n}}}", f"[a-z]{{{n},}}x[0-9]{{{n}}}")
         )
         yield f"regex {regex[:20]}", completion(structured_outputs={"regex": regex})
+    yield "one long choice", completion(structured_outputs={"choice": ["w" * 200_000]})
     for _ in range(4):
         n = _size(dice, 10, 3000)
         rules = (

@@ -58,6 +58,9 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "3 alternatives of 600": lambda mark: form(
         {"anyOf": [optional(600, 9 * mark + k) for k in range(3)]}
     ),
+    "a choice of 200,000 characters": lambda mark: {
+        "structured_outputs": {"choice": [f"{mark:05}" * 40_000]}
+    },
     "a grammar with 3,000 ways behind a letter": lambda mark: wide(3000, mark),
 }
 

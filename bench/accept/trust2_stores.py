@@ -45,10 +45,10 @@ def grammar_of_many(server: Server, other: Server) -> Iterator[Line]:
         f"{status} in {end - begin:.1f} s{told[:150].decode() * (status != 200)}",
         status == 200,
     )
-    held, usual = (one.worst_health(begin, end) for one in (watch, beside))
+    held, usual = (trust_hostile.most(one.health, begin, end) for one in (watch, beside))
     figure = f"{held:.3f} s, of a server that nobody asks {usual:.3f} s"
     yield Line(f"{what}: /health waits (before: 0.3 s)", figure, held < HELD + usual)
-    peak = watch.peak(begin, end) - rest
+    peak = trust_hostile.most(watch.memory, begin, end) - rest
     most = 4 * len(body) / 2**20 + trust_hostile.SLACK_MB + PROMPTS * CHOICE_MB
     yield Line(
         f"{what}: API memory over rest (before: 6 times the body)",

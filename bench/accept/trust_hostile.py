@@ -60,8 +60,8 @@ class Clients:
         """The longest wait within this time, in seconds: of any stream for its next token, and of any request
         for its first one; and how many of these came."""
         self._pipe.send((begin, end))
-        gap, first, count = self._pipe.recv()
-        return float(gap), float(first), int(count)
+        found: tuple[float, float, int] = self._pipe.recv()
+        return found
 
     def close(self) -> tuple[int, int]:
         """End them. Returns the answers, and how many of these were not what they were at first."""
@@ -220,15 +220,15 @@ class Watch:
     def _ask(self) -> None:
         connection = http.client.HTTPConnection(self._netloc, timeout=30)
         while not self._stop:
-            begin = time.monotonic()
+            begin, seconds = time.monotonic(), float("inf")
             try:
                 connection.request("GET", "/health")
                 answer = connection.getresponse()
                 answer.read()
-                seconds = time.monotonic() - begin if answer.status == 200 else float("inf")
+                if answer.status == 200:
+                    seconds = time.monotonic() - begin
             except (OSError, http.client.HTTPException):
                 connection.close()
-                seconds = float("inf")
             self.health.append((begin, seconds))
             time.sleep(0.02)
 
@@ -237,18 +237,14 @@ class Watch:
             self.memory.append((time.monotonic(), api_mb(self._server)))
             time.sleep(0.02)
 
-    def worst_health(self, begin: float, end: float) -> float:
-        return max(
-            (seconds for at, seconds in list(self.health) if begin <= at <= end), default=0.0
-        )
-
-    def peak(self, begin: float, end: float) -> float:
-        return max((mb for at, mb in list(self.memory) if begin <= at <= end), default=0.0)
-
     def close(self) -> None:
         self._stop = True
         for thread in self._threads:
             thread.join(35)
+
+
+def most(seen: list[tuple[float, float]], begin: float, end: float) -> float:
+    return max((value for at, value in list(seen) if begin <= at <= end), default=0.0)
 
 
 def api_mb(server: Server) -> float:
@@ -293,9 +289,9 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     seed = options.hostile_seed
     attacks = hostile.catalogue(seed)[: options.hostile_most]
     with harness.server() as server:
-        clients, attacker, watch = Clients(server.url), Attacker(server.url, seed), Watch(server)
         warm(server)
-        time.sleep(6)
+        time.sleep(6)  # it loads the vocabulary of grammars once it rests: trust2_grammar.py
+        clients, attacker, watch = Clients(server.url), Attacker(server.url, seed), Watch(server)
         calm, rest = calm_waits(clients, watch)
         share = max(0.0, full_step(server, clients) - calm[0])
         engine, harms = server.engine_pid(), []
@@ -336,16 +332,14 @@ def warm(server: Server) -> None:
 
 def calm_waits(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
     """The longest waits of a usual window without an attacker, and the memory at rest in MB."""
-    gaps = []
+    waits = []
     for _ in range(CALM_WINDOWS):
         begin = time.monotonic()
         time.sleep(CALM_SECONDS)
-        gaps.append(clients.gap(begin, time.monotonic()))
-    calm = (
-        statistics.median(gap for gap, _, _ in gaps),
-        statistics.median(first for _, first, _ in gaps),
-    )
-    return calm, watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
+        waits.append(clients.gap(begin, time.monotonic()))
+    gaps, firsts, _ = zip(*waits, strict=True)
+    calm = statistics.median(gaps), statistics.median(firsts)
+    return calm, most(watch.memory, time.monotonic() - CALM_SECONDS, time.monotonic())
 
 
 def full_step(server: Server, clients: Clients) -> float:
@@ -382,8 +376,8 @@ def harm_of(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: 
         gap=gap,
         first=first,
         tokens=max(0, _computed(server) - before - ORDINARY * begun),
-        health=watch.worst_health(begin, end),
-        memory=watch.peak(begin, sent) - rest,
+        health=most(watch.health, begin, end),
+        memory=most(watch.memory, begin, sent) - rest,
         body=sum(outcome.size for outcome in outcomes) / 2**20,
         errors=errors,
         seconds=end - begin,

@@ -162,7 +162,7 @@ class Grammars:
     """Compiled grammars, and the masks of the sequences that have one.
 
     compile       makes a matcher of a grammar, in any thread; GrammarError where that cannot be
-    least         tokens that every answer has that begins at this place, or more
+    least         tokens that every answer to a grammar has, or more
     most_waiting  requests that may wait for their grammars at once
     most_places   sequences whose places are remembered: more than run at once, so that none is
                   forgotten
@@ -172,7 +172,7 @@ class Grammars:
         self,
         compile: Callable[[str], Matcher],
         *,
-        least: Callable[[Matcher], int] = lambda _: 0,
+        least: Callable[[str], int] = lambda _: 0,
         most_waiting: int = 1024,
         most_places: int = 128,
     ) -> None:
@@ -202,8 +202,7 @@ class Grammars:
         return future
 
     def _start(self, grammar: str) -> Start:
-        matcher = self._compile(grammar)
-        return Start(grammar, matcher, self._least(matcher))
+        return Start(grammar, self._compile(grammar), self._least(grammar))
 
     def begin(self, sequences: list[Sequence]) -> Callable[[], tuple[Masks, Instead]]:
         """Start computing the masks of those sequences that have a grammar, in threads; call the

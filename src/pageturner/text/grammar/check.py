@@ -11,16 +11,15 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pageturner.errors import ClientError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-T = TypeVar("T")
 FIELD = "structured_outputs"
 MAX_CHARACTERS = 256 * 1024  # of a grammar
 # llguidance's compiler calls itself for every rule and schema on its way down a chain of
@@ -72,17 +71,17 @@ def checked(grammar: str, code: str) -> str:
     """The grammar, if it can be compiled and something matches it."""
     check_size(grammar, code)
     wrong = wrong_with(grammar)
+    if wrong is None:
+        return grammar
     if wrong == _MATCHES_NOTHING:
-        raise bad("unsatisfiable_grammar", wrong)
-    if wrong is not None and wrong.startswith(TOO_EXPENSIVE):
-        raise bad("grammar_too_expensive", wrong)
-    if wrong is not None:
-        if code == "invalid_schema":
-            code = code_of(wrong)
-        if wrong.startswith("oneOf"):
-            wrong = _OVERLAP
-        raise bad(code, wrong)
-    return grammar
+        code = "unsatisfiable_grammar"
+    elif wrong.startswith(TOO_EXPENSIVE):
+        code = "grammar_too_expensive"
+    elif code == "invalid_schema":
+        code = code_of(wrong)
+    if wrong.startswith("oneOf"):
+        wrong = _OVERLAP
+    raise bad(code, wrong)
 
 
 def check_size(text: str, code: str) -> None:
@@ -130,6 +129,20 @@ def _walked(matcher: LLMatcher) -> str | None:
     return f"{TOO_EXPENSIVE}: {message_of(matcher.get_error())}"
 
 
+def forced(grammar: str, most: int, niceness: int) -> bytes:
+    """Return what every answer begins with, at most so many bytes. llguidance alone would hold the
+    interpreter for a microsecond for each of all."""
+    text = b""
+    matcher = compiled(byte_tokens(), grammar, niceness)
+    while len(text) < most:
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if bits.bit_count() != 1 or bits >> 256:
+            break
+        text += bytes([bits.bit_length() - 1])
+        matcher.consume_token(text[-1])
+    return text
+
+
 @lru_cache(maxsize=1)
 def byte_tokens() -> LLTokenizer:
     """A vocabulary of bytes, to look at grammars without a model."""
@@ -156,27 +169,19 @@ def compiled(vocabulary: LLTokenizer, grammar: str, niceness: int = 0) -> LLMatc
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process
 
 
-def _with_stack(work: Callable[[], T]) -> T:
+def _with_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
     """Run it in a thread whose stack has room for MAX_NESTED levels."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="compile")
+    pool = ThreadPoolExecutor(1, "compile")
     with _starting:
         usual = threading.stack_size(STACK_BYTES)
         try:
-            thread.start()
+            made = pool.submit(work)
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
         finally:
             threading.stack_size(usual)
-    thread.join()
-    return future.result()
+    with pool:
+        return made.result()
 
 
 def message_of(error: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pageturner.errors import refusing
 from pageturner.formats.tokenizer import Tokenizer
-from pageturner.text.grammar.check import STACK_BYTES, compiled, message_of
+from pageturner.text.grammar.check import STACK_BYTES, compiled, forced, message_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +24,7 @@ ROOM = STACK_BYTES + (64 << 20)  # bytes of addresses for a stack, a vocabulary 
 LONGEST_TOKEN = (
     1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 )
+COUNTED = 1024  # bytes of a text whose tokens are counted, which holds the interpreter
 
 
 class GrammarError(Exception):
@@ -33,7 +34,7 @@ class GrammarError(Exception):
 class Compiler:
     """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes.
     For any thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does
-    not, for some tenths of a second. It cannot be ended, but is bounded: its time hardly depends on
+    not, for 0.2 to 1.3 s. It cannot be ended, but is bounded: its time hardly depends on
     the vocabulary, and a server lets no grammar in whose check, which compiles it too, took longer
     than a limit (server/text_workers/text_pool.py)."""
 
@@ -42,6 +43,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._pieces: frozenset[bytes] = frozenset()
+        self._longest = 0  # bytes of a piece
 
     def __call__(self, grammar: str) -> Matcher:
         """The place before the first token. GrammarError where there is none, MemoryError where
@@ -56,6 +58,7 @@ class Compiler:
             if self._vocabulary is None:
                 words = _Words(self._load())
                 self._pieces = frozenset(words.tokens)
+                self._longest = max(map(len, self._pieces))
                 with refusing(
                     lambda why: GrammarError(f"the model's vocabulary takes no grammar: {why}")
                 ):
@@ -67,21 +70,19 @@ class Compiler:
             raise GrammarError(message_of(matcher.get_error()))
         return matcher
 
-    def least(self, matcher: Matcher) -> int:
+    def least(self, grammar: str) -> int:
         """A number of tokens that no answer has fewer of: those that write what every answer begins
-        with."""
-        text, longest = matcher.compute_ff_bytes(), max(map(len, self._pieces))
-        fewest = [0] + [len(text)] * len(text)  # tokens that write so many bytes
+        with, or the first COUNTED bytes of it."""
+        text, fewest = forced(grammar, COUNTED, NICENESS), [0]  # tokens that write so many bytes
         for end in range(1, len(text) + 1):
-            starts = range(max(0, end - longest), end)
-            counts = [fewest[start] + 1 for start in starts if text[start:end] in self._pieces]
-            fewest[end] = min(counts, default=len(text))
+            counts = [
+                fewest[start] + 1
+                for start in range(max(0, end - self._longest), end)
+                if text[start:end] in self._pieces
+            ]
+            fewest.append(min(counts, default=end))
         # the last token may say more than what is certain
-        return (
-            min(fewest[start] + 1 for start in range(max(0, len(text) - longest), len(text)))
-            if text
-            else 0
-        )
+        return min(fewest[-1 - self._longest : -1], default=-1) + 1
 
 
 class _Words:

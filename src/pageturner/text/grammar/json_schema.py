@@ -84,13 +84,11 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     )
     if _too_low([made.get("const"), made.get("enum"), *upper]):
         raise bad("invalid_schema", f"a whole number below {LEAST} can be no value")
-    number = "number"
     if whole:
-        number = "integer"
         _check_lower(made, strict)
         _bound(made)
     if not strict:
-        _pass_over(made, number)
+        _pass_over(made, ("number", "integer")[whole])
     _near_values(made, strict)
     exact = _EXACT.get(str(made.get("format")), ())
     if exact and isinstance(made.get("allOf", []), list):
@@ -123,11 +121,11 @@ def _check_optional(schema: dict[str, Any]) -> None:
     if isinstance(known, Mapping) and isinstance(required, list):
         optional = len(known.keys() - {name for name in required if isinstance(name, str)})
         if optional > MAX_OPTIONAL:
-            message = (
+            raise bad(
+                "grammar_too_expensive",
                 f"{TOO_EXPENSIVE}: an object has {optional} properties that may be left out, at"
+                f" most {MAX_OPTIONAL} are taken: require some of them, or divide the object",
             )
-            message += f" most {MAX_OPTIONAL} are taken: require some of them, or divide the object"
-            raise bad("grammar_too_expensive", message)
 
 
 def _tighten(schema: dict[str, Any]) -> None:
@@ -150,8 +148,10 @@ def _check_lower(schema: dict[str, Any], strict: bool) -> None:
     for name in _LOWER:
         if isinstance(one := schema.get(name), int | float) and one >= 2**63:
             if strict:
-                message = f"{name} of a whole number is {one}, and cannot be held from 2^63 on"
-                raise bad("unsupported_schema", message)
+                raise bad(
+                    "unsupported_schema",
+                    f"{name} of a whole number is {one}, and cannot be held from 2^63 on",
+                )
             for bound in (*_LOWER, *_UPPER):
                 schema.pop(bound, None)
 
