@@ -188,8 +188,9 @@ class LLM:
         each = self._params_of_each(params, len(prompts))
         names = [lora] * len(prompts) if isinstance(lora, str) else list(lora)
         if len(names) != len(prompts):
-            message = f"{len(prompts)} prompts but {len(names)} adapters"
-            raise ClientError(400, "invalid_value", message, "lora")
+            raise ClientError(
+                400, "invalid_value", f"{len(prompts)} prompts but {len(names)} adapters", "lora"
+            )
         asked = [
             _Asked(prompt, one, name, skip_special_tokens)
             for prompt, one, name in zip(prompts, each, names, strict=True)
@@ -383,8 +384,9 @@ class LLM:
         ids = self._tokens(asked.prompt)
         built, context = self.built, self.built.max_model_len
         if any(not 0 <= token < built.vocab_size for token in ids):
-            message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
-            raise ClientError(400, "invalid_value", message, "prompt")
+            raise ClientError(
+                400, "invalid_value", f"prompt: token ids are 0 to {built.vocab_size - 1}", "prompt"
+            )
         slots, width = self._engine.scheduler.slots, params.beam_width
         made, kept = parameters.answer_counts(params.n, params.best_of, width, slots)
         if (made > kept or width) and params.logprobs is None:

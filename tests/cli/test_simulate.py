@@ -108,7 +108,9 @@ def test_the_search_finds_the_fewest_replicas(
     (best,) = simulate(*words, "--search", output=tmp_path / "a")
     assert best["replicas"] > 1
     assert best["goodput_share"] >= 0.99
-    assert f"cheapest: {best['replicas']} replicas" in capsys.readouterr().out
+    low, high = best["goodput_range"]
+    assert f"cheapest: {best['replicas']} replicas" in (text := capsys.readouterr().out)
+    assert f"{low:.1%} to {high:.1%} are within the targets" in text
     (less,) = simulate(*words, "--replicas", str(best["replicas"] - 1), output=tmp_path / "b")
     assert less["goodput_share"] < 0.99
 

@@ -69,6 +69,7 @@ def test_the_file_it_writes_is_what_it_found(
     assert "the same, measured on the engine:" in text
     assert max(map(len, text.splitlines()[:-1])) <= 100
     assert "(as given)" in text
+    assert "at least" in text
     assert f"serve --config {written}" in text
     engine = config.load(str(written)).engine
     assert {name: getattr(engine, name) for name in found["best"]} == found["best"]

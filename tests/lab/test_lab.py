@@ -26,6 +26,10 @@ def test_percentiles_equal_numpys() -> None:
     assert np.isnan(summary.percentile([], 50))
 
 
+def test_the_range_of_a_share() -> None:
+    assert summary.share_range(99, 100) == pytest.approx([0.9455, 0.9982], abs=1e-4)
+
+
 def test_the_mix_is_repeatable_and_as_asked() -> None:
     jobs = word_prompts(count=50, input_len=100, output_len=20, seed=3)
     assert jobs == word_prompts(count=50, input_len=100, output_len=20, seed=3)

@@ -16,6 +16,7 @@ from pageturner.lab.planning.settings_search import (
     SearchSpace,
     check_possible,
     first_seconds,
+    mark_tied,
     measure_trials,
     score,
     search_settings,
@@ -47,6 +48,11 @@ def test_it_finds_better_settings_than_those_given() -> None:
     assert trials[0].simulated["goodput_share"] == 1.0
     given = next(one for one in trials if one.candidate == Candidate.of(POOR))
     assert given.simulated["goodput_share"] < 0.5
+    mark_tied(trials, trials[0], scenario().targets)
+    assert (trials[0].tied, given.tied) == (True, False)
+    near = replace(trials[0], simulated=trials[0].simulated | {"goodput_range": (0.9, 1.0)})
+    mark_tied([near], trials[0], LatencyTargets(0.1, 0.03))
+    assert near.tied
     ranks = [score(one.simulated, scenario().targets) for one in trials]
     assert ranks == sorted(ranks)
     assert len({one.candidate for one in trials}) == len(trials), "nothing twice"

@@ -302,8 +302,9 @@ def _kv(
     one = _block(config, spec)
     length = config.max_model_len or spec.context
     if length > spec.context:
-        message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
-        raise bad_setting(message)
+        raise bad_setting(
+            f"max_model_len {length} is over the model's context of {spec.context} tokens"
+        )
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
     storage = spec.recurrent_spec(one.dtype)
     form = KVForm(one, windowed, spec.window, beside, storage)

@@ -270,8 +270,7 @@ def _drafts(given: Given, notes: list[str]) -> list[str]:
     if method == "mtp" or method.endswith("_mtp"):  # of a family of models
         return ["--speculation", "mtp"]
     methods = "suffix, ngram, draft_model, mtp"
-    message = f"{given.flag}: there is no method {method!r} here; there are {methods}"
-    raise bad_setting(message)
+    raise bad_setting(f"{given.flag}: there is no method {method!r} here; there are {methods}")
 
 
 def _overrides(given: Given, notes: list[str]) -> list[str]:
@@ -280,18 +279,18 @@ def _overrides(given: Given, notes: list[str]) -> list[str]:
     if "max_position_embeddings" in fields:
         return ["--max-model-len", str(fields["max_position_embeddings"])]
     if fields:
-        message = f"{given.flag}: write {', '.join(fields)} into config.json of the model's folder"
-        raise bad_setting(message)
+        raise bad_setting(
+            f"{given.flag}: write {', '.join(fields)} into config.json of the model's folder"
+        )
     return []
 
 
 def _one_server(given: Given, notes: list[str]) -> list[str]:
     """Return no words for one server, which there is anyway; refuse more."""
     if given.values != ["1"]:
-        message = (
+        raise bad_setting(
             f"{given.flag} is 1 here; several servers behind one address: pageturner route URL URL"
         )
-        raise bad_setting(message)
     notes.append(f"{given.flag} 1 was left out: one process computes a model")
     return []
 

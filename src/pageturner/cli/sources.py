@@ -179,8 +179,7 @@ class RemoteServer:
                 raise _refused(response)
             yield response
         except (OSError, http.client.HTTPException) as error:
-            reason = f"{self._url} does not answer: {error}"
-            raise ClientError(503, "no_server", reason) from error
+            raise ClientError(503, "no_server", f"{self._url} does not answer: {error}") from error
         finally:
             connection.close()
 

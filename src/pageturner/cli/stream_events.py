@@ -64,8 +64,9 @@ def stream_events(response: LineReader) -> Iterator[StreamEvent]:
         try:
             event = _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            message = f"the server sent what is no JSON of an answer: {data[:80]!r}"
-            raise ClientError(502, "bad_event", message) from error
+            raise ClientError(
+                502, "bad_event", f"the server sent what is no JSON of an answer: {data[:80]!r}"
+            ) from error
         if event.error is not None:
             told = event.error.get("message") if isinstance(event.error, dict) else None
             raise ClientError(500, "server_error", one_line(str(told or event.error)))

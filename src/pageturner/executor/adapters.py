@@ -76,8 +76,9 @@ def _loaded(work: Future[LoadedAdapter], where: str = "") -> LoadedAdapter:
     except EngineFault:
         raise
     except Exception as error:
-        text = f"{where}{type(error).__name__}: {error}"
-        raise EngineFault("adapter_unreadable", one_line(text)) from error
+        raise EngineFault(
+            "adapter_unreadable", one_line(f"{where}{type(error).__name__}: {error}")
+        ) from error
 
 
 class AdapterTicket:

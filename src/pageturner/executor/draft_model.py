@@ -8,9 +8,10 @@ computed when it is needed. Must not know policies or queues, nor how the target
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
+from itertools import cycle
 from math import isfinite
 
 import numpy as np
@@ -19,7 +20,7 @@ from pageturner.executor import sampler
 from pageturner.executor.batch import pack
 from pageturner.executor.draft import FADING, GUESS, Costs, best_length
 from pageturner.executor.kv_memory import KVLayout
-from pageturner.kernels.base import KVSpec, Ops
+from pageturner.kernels.base import Batch, KVSpec, Ops
 from pageturner.kernels.choosing import ChooseArgs, SamplerOutput
 from pageturner.models.decoder import Decoder
 from pageturner.models.spec import unsupported
@@ -31,28 +32,61 @@ CATCH_UP = 128  # rows of a step for sequences of which the draft model has not 
 SHORTEST_REST, LONGEST_REST = 16, 256  # steps without drafts, where they did not pay
 
 
-class DraftModel:
-    """Proposes what a smaller model would say. EngineFault when the memory for its KV is not there.
+class DraftingKV:
+    """The KV of a drafter, which lies in blocks with the ids of the target's. EngineFault when
+    the memory for it is not there.
+
+    layout  of the target: there are as many blocks as its whole ones
+    """
+
+    def __init__(
+        self, ops: Ops, layout: KVLayout, costs: Costs, kv_spec: Callable[[int, int, str], KVSpec]
+    ) -> None:
+        self._ops, self._costs = ops, costs
+        self._blocks, self._size = layout.sizes.blocks, layout.block_size
+        # Behind the target's blocks: `_spare` for drafts that end beyond their tables, each drafted
+        # token one at most, forgotten after the step
+        spec = kv_spec(self._blocks + MAX_DRAFTED + 1, self._size, layout.dtype)
+        if spec.beside is not None:
+            raise unsupported("a model with KV heads of two sizes cannot be a draft model yet")
+        self.nbytes = spec.nbytes
+        self.storage = ops.alloc_kv(spec)
+        self._records = SequenceMemory(DraftRecord)
+        self._spare = cycle(range(self._blocks, self._blocks + MAX_DRAFTED))
+
+    def _followed(self, item: Item, output: Output) -> DraftRecord | None:
+        """The record of a sequence, with what came since; None where a draft is of no use."""
+        seq, params = item.sequence, item.sequence.request.params
+        if not output.tokens or not params.speculation or output.tokens[-1] in params.stop_ids:
+            return None
+        record = self._records.of(seq)
+        length = len(seq.tokens) + len(output.tokens)
+        record.follow(length, item.drafted, len(output.tokens) - 1)
+        return record
+
+    def _row(self, seq: Sequence, tokens: list[int], start: int, end: int) -> Sequence:
+        """The sequence with these tokens, computed up to `start`, and blocks up to `end`."""
+        count = -(-end // self._size)
+        blocks = seq.blocks[:count] + [next(self._spare) for _ in range(count - len(seq.blocks))]
+        return Sequence(seq.request, seq.index, tokens, start, blocks, scored=seq.prompt_len)
+
+    def _batch(self, guesses: list[Guess]) -> Batch:
+        items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
+        return pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
+
+
+class DraftModel(DraftingKV):
+    """Proposes what a smaller model would say.
 
     decoder  of the target's vocabulary; of a shorter context: silent beyond it
-    layout   of the target: there are as many blocks as its whole ones
     """
 
     watch = None
 
     def __init__(self, decoder: Decoder, ops: Ops, layout: KVLayout, costs: Costs) -> None:
-        self._decoder, self._ops, self._costs = decoder, ops, costs
-        self._blocks, self._size = layout.sizes.blocks, layout.block_size
-        # Behind the target's blocks: some for drafts that end beyond their tables, forgotten after
-        # the step
-        count = self._blocks + MAX_DRAFTED + 1
-        spec: KVSpec = decoder.kv_spec(count, self._size, layout.dtype)
-        if spec.beside is not None:
-            raise unsupported("a model with KV heads of two sizes cannot be a draft model yet")
-        self.nbytes = spec.nbytes
-        self.storage = ops.alloc_kv(spec)
+        super().__init__(ops, layout, costs, decoder.kv_spec)
+        self._decoder = decoder
         self._pages: dict[int, _Page] = {}
-        self._records = SequenceMemory(DraftRecord)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         guesses = list(
@@ -63,13 +97,12 @@ class DraftModel:
 
     def _begin(self, ending: list[tuple[Item, Output]]) -> Iterator[Guess]:
         """The sequences whose draft pays."""
-        spare, drafted, behind = iter(range(self._blocks, self._blocks + MAX_DRAFTED)), 0, CATCH_UP
+        drafted, behind = 0, CATCH_UP
         for item, output in ending:
-            seq, params = item.sequence, item.sequence.request.params
-            if not params.speculation or output.tokens[-1] in params.stop_ids:
+            seq, record = item.sequence, self._followed(item, output)
+            if record is None:
                 continue
-            tokens, record = [*seq.tokens, *output.tokens], self._records.of(seq)
-            record.follow(len(tokens), item.drafted, len(output.tokens) - 1)
+            tokens = [*seq.tokens, *output.tokens]
             lengthen(record.chains, tokens, self._size)
             known = min(self._known(seq.blocks, tokens, record.chains), len(tokens) - 1)
             n, left = len(tokens) - known, seq.limit - len(tokens)
@@ -89,9 +122,7 @@ class DraftModel:
             elif not length:
                 continue
             drafted += length
-            end = -(-(known + n + max(length - 1, 0)) // self._size)
-            blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
-            row = Sequence(seq.request, seq.index, tokens, known, blocks, scored=seq.prompt_len)
+            row = self._row(seq, tokens, known, known + n + max(length - 1, 0))
             yield Guess(row, output, list(record.chains), n, length)
 
     def _length(
@@ -122,9 +153,7 @@ class DraftModel:
     def _step(self, guesses: list[Guess]) -> list[Guess]:
         """Compute, and give each of those that are at their end a token more. Those that want
         another one."""
-        items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
-        batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
-        vocab = self._decoder.spec.vocab
+        batch, vocab = self._batch(guesses), self._decoder.spec.vocab
         # the target may have more padding, and choose it
         tokens = np.minimum(batch.tokens, vocab - 1)
         hidden = self._decoder.hidden(replace(batch, tokens=tokens), self.storage)

@@ -12,16 +12,16 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
 from pageturner.executor import sampler
-from pageturner.executor.batch import i32, pack
+from pageturner.executor.batch import i32
 from pageturner.executor.draft import Costs
 from pageturner.executor.draft_compatibility import cost_of
-from pageturner.executor.draft_model import DraftRecord, Guess, extended
+from pageturner.executor.draft_model import DraftingKV, Guess, extended
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KV, Array, Batch, Ops
 from pageturner.kernels.choosing import ChooseArgs, Head
 from pageturner.models.decoder import Decoder
-from pageturner.policies.drafts import MAX_DRAFTED, SequenceMemory
-from pageturner.scheduler.types import Item, Output, Plan, Sequence
+from pageturner.policies.drafts import MAX_DRAFTED
+from pageturner.scheduler.types import Item, Output
 
 MAX_DRAFT = 3  # tokens of a draft; the head was trained for the first one
 
@@ -54,24 +54,15 @@ class MTPHead:
         return ops.mlp_block(x, w.layer) if len(x) else x
 
 
-class MTPDrafter:
-    """Proposes what the head predicts. EngineFault when the memory for its KV is not there.
-
-    layout  of the target: there are as many blocks as its whole ones
-    """
+class MTPDrafter(DraftingKV):
+    """Proposes what the head predicts."""
 
     def __init__(
         self, decoder: Decoder, ops: Ops, layout: KVLayout, costs: Costs | None = None
     ) -> None:
-        self._head, self._ops = MTPHead(decoder, ops), ops
-        self._costs = costs or Costs(cost_of(decoder.spec.mtp, decoder.spec))
-        self._blocks, self._size = layout.sizes.blocks, layout.block_size
-        # behind the target's blocks: some for drafts that end beyond their tables
-        count = self._blocks + MAX_DRAFTED + 1
-        spec = decoder.spec.mtp.kv_spec(count, self._size, layout.dtype)
-        self.nbytes = spec.nbytes
-        self.storage = ops.alloc_kv(spec)
-        self._records = SequenceMemory(DraftRecord)
+        costs = costs or Costs(cost_of(decoder.spec.mtp, decoder.spec))
+        super().__init__(ops, layout, costs, decoder.spec.mtp.kv_spec)
+        self._head = MTPHead(decoder, ops)
         self._rows: Array = None
 
     def watch(self, rows: Array) -> None:
@@ -90,7 +81,6 @@ class MTPDrafter:
     def _begin(self, items: Tokens[Item], outputs: Tokens[Output]) -> tuple[list[Guess], list[int]]:
         """The sequences of a step, each with its tokens that are right, and the rows of these whose
         next token is known."""
-        spare = iter(range(self._blocks, self._blocks + MAX_DRAFTED))
         ending = sum(bool(output.tokens) for output in outputs)
         guesses: list[Guess] = []
         rows: list[int] = []
@@ -103,30 +93,23 @@ class MTPDrafter:
                 rows += range(first, first + n)
                 length = self._length(item, output, ending, MAX_DRAFTED - drafted)
                 drafted += length
-                end = -(-(item.start + n + max(length - 1, 0)) // self._size)
-                blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
-                row = Sequence(seq.request, seq.index, tokens, item.start, blocks)
-                row.scored = seq.prompt_len
+                row = self._row(seq, tokens, item.start, item.start + n + max(length - 1, 0))
                 guesses.append(Guess(row, output, [], n, length))
             first += item.n
         return guesses, rows
 
     def _length(self, item: Item, output: Output, sequences: int, most: int) -> int:
         """Tokens to draft for the sequence of an item, at most so many."""
-        seq, params = item.sequence, item.sequence.request.params
-        if not output.tokens or not params.speculation or output.tokens[-1] in params.stop_ids:
+        record, seq = self._followed(item, output), item.sequence
+        if record is None:
             return 0
-        length = len(seq.tokens) + len(output.tokens)
-        record = self._records.of(seq)
-        record.follow(length, item.drafted, len(output.tokens) - 1)
-        most = min(MAX_DRAFT, most, seq.limit - length - 1)
+        most = min(MAX_DRAFT, most, seq.limit - record.length - 1)
         return record.best_length(self._costs, sequences, most)[0]
 
     def _step(self, guesses: list[Guess], before: Array, by: Head) -> tuple[list[Guess], Array]:
         """Compute rows, and give each sequence that wants one a token. The sequences that want
         another one, and their rows."""
-        items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
-        batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
+        batch = self._batch(guesses)
         behind: list[int] = []
         for guess in guesses:
             start = guess.row.computed + 1

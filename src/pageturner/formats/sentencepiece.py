@@ -218,8 +218,9 @@ class SentencePiece(TokenTable):
         """pieces: tokens, scores and kinds, one for each id."""
         tokens, scores, kinds = pieces
         if not len(tokens) == len(scores) == len(kinds):
-            message = "the model file has not one score and type for each token"
-            raise EngineFault("tokenizer_corrupt", message)
+            raise EngineFault(
+                "tokenizer_corrupt", "the model file has not one score and type for each token"
+            )
         super().__init__(tokens, kinds)
         self._space_prefix = space_prefix
         self._bytes = self.byte_ids()

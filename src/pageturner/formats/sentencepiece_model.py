@@ -56,8 +56,9 @@ def read_sentencepiece(raw: bytes, added: Mapping[int, Added]) -> Found:
         model = _parse(raw)
         name = _bytes(model.normalizer.get(1, b"")).decode("utf-8", "replace")
     except (ValueError, IndexError, struct.error) as error:
-        message = f"tokenizer.model is no SentencePiece model: {error}"
-        raise EngineFault("tokenizer_corrupt", message) from error
+        raise EngineFault(
+            "tokenizer_corrupt", f"tokenizer.model is no SentencePiece model: {error}"
+        ) from error
     if not model.tokens:
         raise EngineFault("tokenizer_corrupt", "tokenizer.model holds no pieces")
     kind = _int(model.trainer.get(3), 1)

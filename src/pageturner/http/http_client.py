@@ -98,8 +98,9 @@ def _client_context(roots: str) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=roots or None)
     except OSError as error:
-        message = f"cannot read certificates from {roots}: {error.strerror or error}"
-        raise bad_setting(message) from error
+        raise bad_setting(
+            f"cannot read certificates from {roots}: {error.strerror or error}"
+        ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
@@ -286,8 +287,9 @@ async def connect(
     except UnicodeError as error:
         raise ConnectionLost("connect", f"{address.host} is no name of a machine") from error
     except OSError as error:
-        code = "local" if error.errno in _LOCAL else "connect"
-        raise ConnectionLost(code, error.strerror or str(error)) from error
+        raise ConnectionLost(
+            "local" if error.errno in _LOCAL else "connect", error.strerror or str(error)
+        ) from error
     exchange = Exchange(reader, writer, read_timeout)
     try:
         yield exchange

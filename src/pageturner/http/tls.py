@@ -73,11 +73,10 @@ def server_context(config: HttpConfig) -> ssl.SSLContext:
         context.load_cert_chain(certfile, keyfile, lambda: config.ssl_keyfile_password)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error)
-        message = (
+        raise bad_setting(
             f"cannot use the certificate {certfile} with the key {keyfile}: {reason}. Both are PEM files that"
             " belong together; an encrypted key needs --ssl-keyfile-password"
-        )
-        raise bad_setting(message) from error
+        ) from error
     return context
 
 

@@ -220,8 +220,9 @@ class RankOps:
             except (RuntimeError, MemoryError) as error:
                 if select.select(ended, [], [], 0)[0]:
                     return
-                message = f"in call {self.comm.native.call}: {error or 'memory ran out'}"
-                raise EngineFault("rank_lost", message) from error
+                raise EngineFault(
+                    "rank_lost", f"in call {self.comm.native.call}: {error or 'memory ran out'}"
+                ) from error
 
     def _make(self, call: int, arrays: list[I32], head: Head) -> None:
         assert self._stack is not None

@@ -114,8 +114,9 @@ def alloc(spec: RecurrentSpec, slots: int, blocks: int) -> RecurrentCache:
         return RecurrentCache(spec, rows(slots, spec.state_bytes), rows(blocks, spec.tail_bytes))
     except (MemoryError, ValueError) as error:
         size = slots * spec.state_bytes + blocks * spec.tail_bytes
-        message = f"no memory for {size:,} bytes of recurrent state; lower kv_cache_memory"
-        raise EngineFault("kv_memory", message) from error
+        raise EngineFault(
+            "kv_memory", f"no memory for {size:,} bytes of recurrent state; lower kv_cache_memory"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

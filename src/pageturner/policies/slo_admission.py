@@ -102,11 +102,12 @@ class SloAdmission:
         self._refused += 1
         wait = min(first - bound, next(times))  # once all others have ended it is taken in any case
         code = "deadline" if patience != request.ttft_target else "ttft_target"
-        message = (
+        raise Refused(
+            f"{code}_unreachable",
             f"the first token would come after {now + first - request.arrival:.2f} s, and the request gives"
-            f" it {patience:.3g} s: ask again in {ceil(wait)} s, or give it more time"
+            f" it {patience:.3g} s: ask again in {ceil(wait)} s, or give it more time",
+            wait,
         )
-        raise Refused(f"{code}_unreachable", message, wait)
 
     def _alone(self, request: Request) -> bool:
         """Return whether only background requests are here besides this one."""

@@ -52,10 +52,11 @@ class RoutingConstraint:
     def check(self) -> None:
         """Raise ClientError if only one replica may be asked, and it could not answer."""
         if self.only is not None:
-            message = (
-                "the server that keeps this response cannot be asked now: try again in a moment"
+            raise ClientError(
+                503,
+                "no_replica",
+                "the server that keeps this response cannot be asked now: try again in a moment",
             )
-            raise ClientError(503, "no_replica", message)
 
 
 ANYWHERE = RoutingConstraint()

@@ -67,10 +67,9 @@ def listed(words: Iterable[str], roots: str = "") -> Listed:
         if url.startswith(RESOLVED):
             url = url.removeprefix(RESOLVED)
             if not url.startswith("http://"):
-                message = (
+                raise bad_setting(
                     f"a name that is resolved is given as {RESOLVED}http://NAME:PORT, not {word!r}"
                 )
-                raise bad_setting(message)
             names.append(Member(parse_address(url, "a replica"), models))
         else:
             members.append(Member(parse_address(url, "a replica", roots), models))

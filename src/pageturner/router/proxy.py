@@ -97,10 +97,11 @@ class Router:
         if self.draining:
             raise ClientError(503, "shutting_down", "the router is shutting down: ask another one")
         if self.active >= self.config.max_open:
-            message = (
-                f"{self.active} requests are open, and no more are taken: try again in a moment"
+            raise ClientError(
+                429,
+                "queue_full",
+                f"{self.active} requests are open, and no more are taken: try again in a moment",
             )
-            raise ClientError(429, "queue_full", message)
 
     def check_room(self, model: str) -> None:
         """ClientError where each replica that is there has as many requests as it may have."""

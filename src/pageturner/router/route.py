@@ -58,8 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         config, register_key=config.register_key or os.environ.get("PAGETURNER_REGISTER_KEY", "")
     )
     if not (arguments.replicas or config.replicas_file or config.register_key):
-        message = "no replicas: give their addresses, --replicas-file, or --register-key"
-        raise bad_setting(message)
+        raise bad_setting("no replicas: give their addresses, --replicas-file, or --register-key")
     if config.replicas_file:
         read_file(config.replicas_file, config.ssl_ca)
     given, fleet = listed(arguments.replicas, config.ssl_ca), Fleet((), config)

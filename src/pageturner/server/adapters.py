@@ -141,8 +141,9 @@ class ServedAdapters:
         of the background that stand aside: the engine keeps it until the last of them has ended."""
         entry = self._entries.pop(name, None)
         if entry is None:
-            message = f"The lora adapter {name!r} cannot be found."
-            raise ClientError(404, "adapter_not_found", message, "lora_name")
+            raise ClientError(
+                404, "adapter_not_found", f"The lora adapter {name!r} cannot be found.", "lora_name"
+            )
         self._note_names()
         _settle(entry)
         for aside, one in [(aside, one) for aside, one in self._aside.items() if one.name == name]:

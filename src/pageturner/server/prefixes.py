@@ -129,12 +129,13 @@ class Prefixes:
         bounds = (("all tenants together", kept, all_), ("this tenant", kept_own, own))
         for whose, taken, most in bounds:
             if taken + need > most:
-                message = (
+                raise ClientError(
+                    400,
+                    "pin_share_exceeded",
                     f"the prefix keeps {need} tokens of KV memory, and the prefixes of {whose} may keep"
                     f" {most}, of which {taken} are taken: delete some, or raise --max-pinned-share or"
-                    " --kv-cache-memory"
+                    " --kv-cache-memory",
                 )
-                raise ClientError(400, "pin_share_exceeded", message)
 
     def _unpin(self, id: int) -> None:
         """Let go of the KV that the ended request keeps."""

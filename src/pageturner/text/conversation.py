@@ -108,8 +108,9 @@ def _check_roles(messages: list[dict[str, Any]], text: str) -> None:
         told = texts_of(message["content"])
         if message["role"] not in ROLES and not all(one.strip() in text for one in told):
             roles = ", ".join((*ROLES, "developer"))
-            said = f"the chat template has no role {message['role']!r}: the usual ones are {roles}"
-            raise _wrong(said)
+            raise _wrong(
+                f"the chat template has no role {message['role']!r}: the usual ones are {roles}"
+            )
 
 
 _SHOWS_TOOLS = re.compile(r"\b(xml_)?tools\b|\bfunctions\b")

@@ -36,8 +36,9 @@ def read_template(given: str) -> str:
             with Path(given).open("rb") as file:
                 text = file.read(_LARGEST).decode()
         except (OSError, ValueError) as error:
-            message = f"--rerank-template {given}: no file that can be read ({error})"
-            raise EngineFault("bad_setting", message) from error
+            raise EngineFault(
+                "bad_setting", f"--rerank-template {given}: no file that can be read ({error})"
+            ) from error
     if given and not all(place in text for place in ("{query}", "{document}")):
         raise EngineFault(
             "bad_setting", f"--rerank-template {given[:80]} lacks {{query}} or {{document}}"

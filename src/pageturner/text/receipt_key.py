@@ -22,8 +22,9 @@ def read_key(file: str, given: str) -> bytes:
         try:
             raw = Path(file).read_bytes()
         except OSError as error:
-            message = f"receipt_key_file: cannot read {file}: {error.strerror}"
-            raise EngineFault("bad_setting", message) from error
+            raise EngineFault(
+                "bad_setting", f"receipt_key_file: cannot read {file}: {error.strerror}"
+            ) from error
     raw = raw.strip()
     if (file or raw) and len(raw) < LEAST:
         message = f"the key of receipts has {len(raw)} bytes, at least {LEAST} are needed: openssl rand -hex 32"

@@ -105,10 +105,10 @@ def _text(given: str) -> str:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         names = ", ".join(NAMES)
-        message = (
-            f"--chat-template {given}: no file that can be read ({error}), and none of {names}"
-        )
-        raise EngineFault("bad_setting", message) from error
+        raise EngineFault(
+            "bad_setting",
+            f"--chat-template {given}: no file that can be read ({error}), and none of {names}",
+        ) from error
 
 
 def recognised(tokenizer: Tokenizer) -> ChatFamily | None:

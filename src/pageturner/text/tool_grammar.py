@@ -231,8 +231,9 @@ class _Writer:
                 for i, tool in enumerate(self.choice.tools)
             ]
         except Unwritable as error:
-            reason = f"{error} cannot be held in calls of this model"
-            raise _refused("unsupported_schema", reason) from None
+            raise _refused(
+                "unsupported_schema", f"{error} cannot be held in calls of this model"
+            ) from None
         except (RecursionError, TypeError, AttributeError, ValueError):
             raise _refused("invalid_schema", "it is no JSON schema") from None
         return "\n".join((*made, rules.text()))

@@ -175,8 +175,9 @@ class CudaDriver:
             if _ABSENT_CALL.search(str(error)):
                 raise self._too_old(error) from error
             told = str(error).partition("\n")[0]
-            message = f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
-            raise EngineFault("gpu_absent", message) from error
+            raise EngineFault(
+                "gpu_absent", f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
+            ) from error
         if int(result):
             message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
             raise EngineFault("gpu_absent", message)

@@ -154,8 +154,7 @@ def parse_targets(words: list[str]) -> dict[str, float]:
         except ValueError:
             name = ""
         if name not in FIELDS or not 0 < targets[name] < inf:
-            message = f"--goodput takes ttft:MS, tpot:MS and e2el:MS, not {word!r}"
-            raise bad_setting(message)
+            raise bad_setting(f"--goodput takes ttft:MS, tpot:MS and e2el:MS, not {word!r}")
     return targets
 
 

@@ -163,6 +163,7 @@ class RequestMetrics:
             "requests_per_s": count / seconds if seconds else 0.0,
             "goodput_per_s": met / seconds if seconds else 0.0,
             "goodput_share": met / everybody if everybody else 0.0,
+            "goodput_range": summary.share_range(met, everybody),
             "ttft_ms": summary.spread([1e3 * t for t in self.ttft]),
             "tpot_ms": summary.spread([1e3 * t for t in self.tpot if t == t]),
             "longest_gap_ms": summary.spread([1e3 * t for t in self.gap]),

@@ -288,13 +288,13 @@ def _lengths(text: str | None) -> list[int]:
 def _longest(model: Outline, config: EngineConfig) -> int:
     longest = config.max_model_len or model.context
     if not longest:
-        message = f"{model.name} does not say how long a sequence may be: give --max-model-len"
-        raise bad_setting(message)
+        raise bad_setting(
+            f"{model.name} does not say how long a sequence may be: give --max-model-len"
+        )
     if model.context and longest > model.context:
-        message = (
+        raise bad_setting(
             f"--max-model-len {longest:,} is over the model's context of {model.context:,} tokens"
         )
-        raise bad_setting(message)
     return longest
 
 
@@ -302,8 +302,9 @@ def _rows(planner: KVPlanner, lengths: list[int]) -> list[LengthRow]:
     longest = planner.longest
     for length in lengths:
         if length > longest:
-            message = f"--lengths {length:,} is over the longest sequence of {longest:,} tokens"
-            raise bad_setting(message)
+            raise bad_setting(
+                f"--lengths {length:,} is over the longest sequence of {longest:,} tokens"
+            )
     chosen = lengths or [*(n for n in USUAL_LENGTHS if n < longest), longest]
     return [LengthRow(f"{n:,} tokens", 1, n, planner.fits([n])) for n in chosen]
 
@@ -315,10 +316,9 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
     lengths = [row.prompt_tokens + row.output_tokens for row in read_trace(path)]
     short = [n for n in lengths if n <= planner.longest]
     if not short:
-        message = (
+        raise bad_setting(
             f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
         )
-        raise bad_setting(message)
     if len(short) < len(lengths):
         notes.append(
             f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"

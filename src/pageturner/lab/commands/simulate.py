@@ -318,8 +318,10 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
         for rate, group in itertools.groupby(runs, key=lambda run: run["rate"]):
             best = next(group)
             at = f" at rate x {rate:g}" if several else ""
+            low, high = best["goodput_range"]
             lines.append(
-                f"cheapest{at}: {_in_gpus(best)} with policy {best['policy']}{_money(best)}"
+                f"cheapest{at}: {_in_gpus(best)} with policy {best['policy']}{_money(best)}; of all such"
+                f" requests {low:.1%} to {high:.1%} are within the targets"
             )
     return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
 

@@ -72,6 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
         best = min(shown, key=lambda one: settings_search.score(one.measured, scenario.targets))
         notes.append(f"measured: the first {load.total:,} requests, in real time, on this machine")
     written = best.candidate.settings(base)
+    settings_search.mark_tied(shown, best, scenario.targets)
     print(render(shown, best, start, notes, len(trials)))
     write_text(arguments.write, as_toml(written, f"tuned: {len(trials)} settings simulated"))
     if arguments.output:
@@ -162,14 +163,16 @@ def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], trie
     def rows(figures: Callable[[Trial], dict[str, Any]]) -> list[list[object]]:
         found: list[list[object]] = []
         for one in shown:
-            name = ("* " if one is best else "  ") + one.candidate.policy
+            mark = "* " if one is best else "= " * one.tied or "  "
+            name = mark + one.candidate.policy
             name += " (as given)" if one is start else ""
             cells = [column.form.format(column.of(figures(one))) for column in columns]
             found.append([name, *list(asdict(one.candidate).values())[1:], *cells])
         return found
 
     lines = [
-        f"{tried} settings were simulated; the best, and what was given (* is written; times in ms):"
+        f"{tried} settings were simulated; the best, and what was given (times in ms; * is written,",
+        "= is as good, as far as these requests tell; at least: of all such requests, 95 % sure):",
     ]
     lines += [table(rows(lambda one: one.simulated), head), ""]
     if best.measured:

@@ -178,8 +178,9 @@ def _model(receipt: Receipt, given: str | None) -> str:
     if (
         given is None and receipt.model not in hub.ALIASES
     ):  # a receipt may not choose what is fetched
-        message = f"say where the model is that the receipt calls {receipt.model[:80]!r}: --model"
-        raise bad_setting(message)
+        raise bad_setting(
+            f"say where the model is that the receipt calls {receipt.model[:80]!r}: --model"
+        )
     return given or receipt.model
 
 

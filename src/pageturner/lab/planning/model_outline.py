@@ -246,8 +246,9 @@ def _as_in_files(
 ) -> tuple[int | None, str]:
     """Bytes of weights of which only the files are known, if they are."""
     if (dtype, quantization) != ("auto", "none"):
-        message = f"--dtype and --quantization cannot be planned for: {reason}; use --weights-bytes"
-        raise bad_setting(message)
+        raise bad_setting(
+            f"--dtype and --quantization cannot be planned for: {reason}; use --weights-bytes"
+        )
     return (files, "as in its files") if files else (None, f"not known: {reason}")
 
 
@@ -270,10 +271,10 @@ def _file_bytes(folder: Path) -> int | None:
 
 def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
     if not file.tensors and not file.missing:
-        message = (
-            f"{file.path} holds a vocabulary and no weights: give the file of the model itself"
+        raise EngineFault(
+            "vocabulary_only",
+            f"{file.path} holds a vocabulary and no weights: give the file of the model itself",
         )
-        raise EngineFault("vocabulary_only", message)
     arch = file.get("general.architecture", str)
     weights = _gguf_weights(file, dtype, quantization)
     try:

@@ -20,6 +20,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.planning.advice import BY_CHANCE, alike
 from pageturner.lab.simulation import recorded_runs
 from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.traffic.traffic import OpenLoop, Traffic, in_vocabulary
@@ -71,8 +72,7 @@ class SearchSpace:
         ):
             for name in names or ("",):
                 if name not in known:
-                    message = f"unknown {kind} {name!r}: one of {', '.join(known)}"
-                    raise bad_setting(message)
+                    raise bad_setting(f"unknown {kind} {name!r}: one of {', '.join(known)}")
 
     def coarse(self, start: Candidate) -> Iterator[Candidate]:
         """The first candidates: the engine's own settings, then a coarse grid."""
@@ -100,6 +100,7 @@ class Trial:
     candidate: Candidate
     simulated: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False  # with the best, as far as these requests tell
 
 
 def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, float]:
@@ -111,6 +112,17 @@ def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, floa
         (ms / 1e3 / target for ms, target in pairs if target is not None and ms == ms), default=0.0
     )
     return (-round(figures["goodput_share"], 3), worst)
+
+
+def mark_tied(shown: list[Trial], best: Trial, targets: LatencyTargets) -> None:
+    """Note which trials these requests do not tell from the best: the ranges of the shares within
+    the targets overlap, and what `score` says of equal ones is alike."""
+    chance = BY_CHANCE * bool(best.measured)
+    for one in shown:
+        both = [trial.measured or trial.simulated for trial in (one, best)]
+        lows, highs = zip(*(figures["goodput_range"] for figures in both), strict=True)
+        worst = [[score(figures, targets)[1]] for figures in both]
+        one.tied = max(lows) <= min(highs) and alike(worst[0], worst[1], chance)
 
 
 def search_settings(
@@ -179,8 +191,9 @@ def check_possible(best: Trial, targets: LatencyTargets) -> None:
 def first_seconds(traffic: Traffic, seconds: float) -> OpenLoop:
     """The requests of the first so many seconds, at least one request. EngineFault for sessions."""
     if not isinstance(traffic, OpenLoop):
-        message = "sessions wait for their answers, and are simulated only: say --finalists 0"
-        raise EngineFault("workload", message)
+        raise EngineFault(
+            "workload", "sessions wait for their answers, and are simulated only: say --finalists 0"
+        )
     found = [one for one in traffic.requests if one.arrival <= seconds] or traffic.requests[:1]
     return OpenLoop(found, "measuring")
 

@@ -68,6 +68,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, **figures, "max": max(values, default=math.nan)}
 
 
+def share_range(count: int, total: int) -> list[float]:
+    """Return the least and most that a share is with 95 % certainty, of which `count` of `total`
+    draws are a sample (Wilson, 1927)."""
+    total = max(total, 1)
+    share = count / total
+    doubt = 1.96**2 / total
+    half = math.sqrt(doubt * (share * (1 - share) + doubt / 4))
+    return [(share + doubt / 2 + side) / (1 + doubt) for side in (-half, half)]
+
+
 def used(usage: WorkTotals, limits: MachineLimits | None) -> str:
     """Describe how much of the machine was used."""
     done, shares = usage.achieved, usage.shares(limits)

@@ -87,10 +87,10 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
 
 def _check_whole(run: RecordedRun) -> None:
     if run.lost:
-        message = (
-            f"the log lacks {run.lost} records, which a slow disk cost it: it cannot be replayed"
+        raise EngineFault(
+            "step_log",
+            f"the log lacks {run.lost} records, which a slow disk cost it: it cannot be replayed",
         )
-        raise EngineFault("step_log", message)
 
 
 def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:

@@ -248,9 +248,8 @@ def kv_tokens(
     free = gpu.memory * reach.memory * count - (model.weights or 0) - between(count) - beside
     tokens = int(free * kv_share(model, dtype, count) // model.bytes_per_token(dtype))
     if tokens < 1:
-        message = (
+        raise bad_setting(
             f"{model.name} takes {(model.weights or 0) / 1e9:.1f} GB and {count} x {gpu.name} leave"
             f" {gpu.memory * reach.memory * count / 1e9:.1f} GB for weights and KV: give --gpus more"
         )
-        raise bad_setting(message)
     return tokens

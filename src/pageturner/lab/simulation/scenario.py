@@ -150,11 +150,11 @@ class Scenario:
         """The scheduler of one of its replicas. EngineFault('bad_setting') for names and sizes that
         do not exist."""
         if self.placement not in PLACEMENTS:
-            message = f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
-            raise bad_setting(message)
+            raise bad_setting(
+                f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
+            )
         if not 1 <= self.replicas <= MAX_REPLICAS:
-            message = f"replicas are 1 to {MAX_REPLICAS:,}, not {self.replicas:,}"
-            raise bad_setting(message)
+            raise bad_setting(f"replicas are 1 to {MAX_REPLICAS:,}, not {self.replicas:,}")
         if self.loads == "tokens" and (self.roles or self.failures or self.scaling):
             message = (
                 "loads are counted in requests where replicas have roles, or come and go: leave"

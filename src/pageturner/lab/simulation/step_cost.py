@@ -145,8 +145,9 @@ def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> CalibratedCost:
     """
     steps = [step for step in steps if step.items]
     if len(steps) < 4 * len(FEATURES):
-        message = f"{len(steps)} steps are too few for a fit: {4 * len(FEATURES)} at least"
-        raise EngineFault("calibration", message)
+        raise EngineFault(
+            "calibration", f"{len(steps)} steps are too few for a fit: {4 * len(FEATURES)} at least"
+        )
     works = [work_of_step(step) for step in steps]
     x = np.array([features(work) for work in works])
     x = np.column_stack([x, x[:, [FEATURES.index("tokens")]] >= np.array(LEVELS)])

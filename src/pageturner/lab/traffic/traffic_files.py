@@ -236,8 +236,9 @@ def _sessions(rows: list[TraceRow], scaling: TraceScaling, where: str) -> tuple[
     names: dict[str, list[TraceRow]] = {}
     for number, row in enumerate(rows, 1):
         if row.session_id is None or (row.think_s is not None and not row.think_s >= 0):
-            message = f"{where}: request {number} has no session, or a negative think_s"
-            raise EngineFault("workload", message)
+            raise EngineFault(
+                "workload", f"{where}: request {number} has no session, or a negative think_s"
+            )
         names.setdefault(row.session_id, []).append(row)
     turns, starts, out = [], [], 0
     for each in names.values():

@@ -41,8 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         import ray
         from ray import serve
     except ImportError as error:
-        message = f"Ray is not installed: {pip_install('ray')}"
-        raise EngineFault("no_ray", message) from error
+        raise EngineFault("no_ray", f"Ray is not installed: {pip_install('ray')}") from error
     from pageturner.router.ray.deployments import build
 
     _connect(ray, arguments.address, arguments.detach)

@@ -133,8 +133,9 @@ def _model(name: str, given: Any) -> ModelSettings:
     bounds = [replicas, replicas] if isinstance(replicas, int) else replicas
     numbers = isinstance(bounds, list | tuple) and len(bounds) == 2
     if not (numbers and all(type(one) is int for one in bounds) and 1 <= bounds[0] <= bounds[1]):
-        message = f"models.{name}.replicas: a number from 1 on, or [least, most], not {replicas!r}"
-        raise bad_setting(message)
+        raise bad_setting(
+            f"models.{name}.replicas: a number from 1 on, or [least, most], not {replicas!r}"
+        )
     made: ModelSettings = _made(
         ModelSettings, f"models.{name}", {**given, "replicas": tuple(bounds)}
     )
@@ -163,8 +164,9 @@ def _made(kind: Any, where: str, values: dict[str, Any]) -> Any:
             or (wanted and not isinstance(value, wanted))
             or (table and not isinstance(value, dict))
         ):
-            message = f"{where}: {key} is {'a table' if table else known[key].type}, not {value!r}"
-            raise bad_setting(message)
+            raise bad_setting(
+                f"{where}: {key} is {'a table' if table else known[key].type}, not {value!r}"
+            )
         if wanted and wanted != (str,) and value < (key == "doors"):
             raise bad_setting(f"{where}: {key} = {value} is too small")
     if kind is ModelSettings and "model" not in values:

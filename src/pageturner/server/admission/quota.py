@@ -229,11 +229,12 @@ class Quota:
     ) -> None:
         most = key.max_cost or limits.choices * limits.context
         if price > most and key.max_cost:
-            message = (
+            raise ClientError(
+                400,
+                "request_too_costly",
                 f"the request may cost {price} tokens, and all that this key has open may cost {most}: lower"
-                " max_tokens, n, or the number of logprobs, or send fewer prompts"
+                " max_tokens, n, or the number of logprobs, or send fewer prompts",
             )
-            raise ClientError(400, "request_too_costly", message)
         held = account.open_cost
         if not held:  # how long it asked for nothing says nothing about its pace
             account.released.clear()

@@ -73,10 +73,11 @@ def service_level_of(
     elapsed = elapsed_of(given.get(ELAPSED, "").encode("latin-1"))
     deadline = _seconds(body.deadline_ms, "deadline_ms", given)
     if deadline is not None and elapsed and deadline <= elapsed:
-        message = (
-            f"the deadline passed {elapsed - deadline:.3f} s ago, before the request came here"
+        raise ClientError(
+            504,
+            "deadline_exceeded",
+            f"the deadline passed {elapsed - deadline:.3f} s ago, before the request came here",
         )
-        raise ClientError(504, "deadline_exceeded", message)
     ttft = _seconds(body.ttft_target_ms, "ttft_target_ms", given)
     return ServiceLevel(
         priority,

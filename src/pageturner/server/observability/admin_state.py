@@ -101,8 +101,9 @@ class AdminPages:
             raise ClientError(404, "not_found", "no admin key is set: start with --admin-key")
         own = self._own.needed and self._own.find(_given(request))
         if not (own or (key is not None and key.admin)):
-            message = "send the admin key as 'Authorization: Bearer KEY'"
-            raise ClientError(403, "invalid_admin_key", message)
+            raise ClientError(
+                403, "invalid_admin_key", "send the admin key as 'Authorization: Bearer KEY'"
+            )
 
     def _has_key(self) -> bool:
         return self._own.needed or any(one.admin for one in self._keys.keys)

@@ -49,11 +49,12 @@ class TimelinePages:
         under_way = await self._running(name, tenant)  # first: it may end while it is asked for
         told = [*(history.find(name, tenant) or ()), *under_way]
         if not told:
-            message = (
+            raise ClientError(
+                404,
+                "unknown_request",
                 f"no request {name[:128]!r} is under way or remembered: of those that ended the last"
-                f" {MAX_KEPT} are, by X-Request-Id"
+                f" {MAX_KEPT} are, by X-Request-Id",
             )
-            raise ClientError(404, "unknown_request", message)
         return json_response({"id": name, "choices": told})
 
     async def _running(self, name: str, tenant: str) -> list[dict[str, Any]]:

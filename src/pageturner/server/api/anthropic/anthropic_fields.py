@@ -86,8 +86,9 @@ def thinking_fields(fields: Fields) -> dict[str, Any]:
     if kind == "disabled":
         return {"reasoning_effort": "none", "chat_template_kwargs": given}
     if kind not in ("enabled", "adaptive"):
-        message = "thinking.type is enabled, adaptive or disabled"
-        raise bad_request("invalid_value", message, "thinking")
+        raise bad_request(
+            "invalid_value", "thinking.type is enabled, adaptive or disabled", "thinking"
+        )
     effort = value_of(fields, "output_config", dict[str, Any], {}).get("effort")
     ours: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if kind == "enabled":
@@ -180,8 +181,9 @@ def _texts(content: Any, where: str) -> list[str]:
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Kind, block and place."""
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        name = where.partition("[")[0]
-        raise bad_request("invalid_type", f"{where} must be a string or a list of blocks", name)
+        raise bad_request(
+            "invalid_type", f"{where} must be a string or a list of blocks", where.partition("[")[0]
+        )
     for i, block in enumerate(content):
         yield str(block.get("type")), block, f"{where}[{i}]"
 

@@ -193,11 +193,12 @@ def _check_length(tokens: int, told: str, name: str, served: ServedModel) -> Non
         message = f"{most}, answer included, and the prompt has {told} tokens: shorten the prompt"
         raise bad_request("context_length_exceeded", message, name)
     if tokens > served.capacity:
-        message = (
+        raise bad_request(
+            "kv_capacity_exceeded",
             f"{maximum(served.capacity)}, for which this server has KV memory, and the prompt has {told}"
-            " tokens: shorten the prompt or raise --kv-cache-memory"
+            " tokens: shorten the prompt or raise --kv-cache-memory",
+            name,
         )
-        raise bad_request("kv_capacity_exceeded", message, name)
 
 
 def with_max_tokens(
@@ -221,17 +222,15 @@ def with_max_tokens(
         asked = min(asked, max(room, 1))
     wanted = 1 if asked is None else asked
     if wanted > room:
-        message = (
-            f"{maximum(min(served.context, capacity + 1))}: max_tokens is {wanted}, and after a prompt of"
-            f" {length} tokens there is room for {max(room, 0)} (context {served.context}, KV memory"
-            f" {capacity} tokens)"
-        )
-        code = (
+        raise bad_request(
             "context_length_exceeded"
             if length + wanted > served.context
-            else "kv_capacity_exceeded"
+            else "kv_capacity_exceeded",
+            f"{maximum(min(served.context, capacity + 1))}: max_tokens is {wanted}, and after a prompt of"
+            f" {length} tokens there is room for {max(room, 0)} (context {served.context}, KV memory"
+            f" {capacity} tokens)",
+            "max_tokens",
         )
-        raise bad_request(code, message, "max_tokens")
     usual = default or served.defaults.get("max_tokens")
     most = asked if asked is not None else min(usual or rest, room)
     if params.min_tokens > most:

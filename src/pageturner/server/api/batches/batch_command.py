@@ -211,8 +211,9 @@ class FileBatch:
             with self._input.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            message = f"cannot read {self._input}: {error.strerror}"
-            raise EngineFault("bad_setting", message) from error
+            raise EngineFault(
+                "bad_setting", f"cannot read {self._input}: {error.strerror}"
+            ) from error
 
     def _found(self, digest: str) -> BatchRecord:
         known = {"input": digest, "answered by": self._answerer}

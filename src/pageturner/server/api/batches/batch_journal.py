@@ -455,8 +455,9 @@ def _as_journal_error(path: Path) -> Iterator[None]:
         raise JournalError("disk_full" if full else "journal_broken", f"{path}: {error}") from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        message = f"{path}: {error.strerror or error}"
-        raise JournalError("disk_full" if full else "journal_broken", message) from error
+        raise JournalError(
+            "disk_full" if full else "journal_broken", f"{path}: {error.strerror or error}"
+        ) from error
 
 
 def _put_file(db: sqlite3.Connection, record: FileRecord) -> None:

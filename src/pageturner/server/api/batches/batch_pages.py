@@ -132,10 +132,11 @@ class BatchPages:
 
         async def endpoint(request: HTTPRequest) -> Response:
             if self.batches is None:
-                message = (
-                    "this server keeps no files and no batches: start it with --batch-dir PATH"
+                raise ClientError(
+                    404,
+                    "batches_off",
+                    "this server keeps no files and no batches: start it with --batch-dir PATH",
                 )
-                raise ClientError(404, "batches_off", message)
             self._service.check_open()
             try:
                 return await page(AskedBatches(request, self.batches))
@@ -241,8 +242,9 @@ class BatchPages:
         file = await asked.file()
         content = asked.batches.path(file.id)
         if not await asked.do(asked.journal.delete_file, file.id, content):
-            message = "a batch that has not ended reads this file: cancel it first"
-            raise ClientError(409, "file_in_use", message)
+            raise ClientError(
+                409, "file_in_use", "a batch that has not ended reads this file: cancel it first"
+            )
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
     # -- batches -----------------------------------------------------------------------------------
@@ -293,8 +295,9 @@ class BatchPages:
     async def cancel(self, asked: AskedBatches) -> Response:
         record = await asked.batch(asked.id)
         if record.ended:
-            message = f"the batch has ended: its status is {record.status}"
-            raise ClientError(409, "batch_ended", message)
+            raise ClientError(
+                409, "batch_ended", f"the batch has ended: its status is {record.status}"
+            )
         await asked.do(asked.journal.move, record.id, CANCELLING, CANCELLED)
         asked.batches.runner.end(record.id)
         return json_response(asked.told(await asked.batch(record.id)))

@@ -135,8 +135,9 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     ours = {"chat_template_kwargs": given}
     if isinstance(think, str):
         if think not in EFFORTS:
-            message = f"think is true, false, {', '.join(EFFORTS)}"
-            raise bad_request("invalid_value", message, "think")
+            raise bad_request(
+                "invalid_value", f"think is true, false, {', '.join(EFFORTS)}", "think"
+            )
         ours["reasoning_effort"] = think
     elif think:
         ours["chat_template_kwargs"] = {"enable_thinking": True, "thinking": True, **given}

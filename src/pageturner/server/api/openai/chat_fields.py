@@ -64,8 +64,9 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> tuple[str, str]:
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
     if body.suffix:
-        message = "suffix is not supported in chats: leave it out"
-        raise bad_request("unsupported_parameter", message, "suffix")
+        raise bad_request(
+            "unsupported_parameter", "suffix is not supported in chats: leave it out", "suffix"
+        )
     if served.template is None:
         raise bad_request("no_chat_template", f"{HOW_TO_GIVE}. Or use /v1/completions", "messages")
     variables = template_variables(body)

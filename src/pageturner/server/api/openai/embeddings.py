@@ -85,8 +85,9 @@ def row_of(reply: Reply, stream: OutputStream) -> list[float]:
     wanted = options.dimensions
     most = len(stream.pooled.total)
     if wanted is not None and wanted > most:
-        message = f"dimensions is {wanted}, and a row has {most}"
-        raise bad_request("invalid_value", message, "dimensions")
+        raise bad_request(
+            "invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions"
+        )
     return stream.pooled.vector(options.pooling, normalize=options.normalize, dimensions=wanted)
 
 

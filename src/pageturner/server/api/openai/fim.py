@@ -39,8 +39,9 @@ def check_gap(body: RequestBody) -> None:
     """ClientError for what cannot be had with a suffix."""
     for name in ("echo", "truncate_prompt_tokens"):
         if getattr(body, name):
-            message = f"{name} cannot be had with a suffix: leave it out"
-            raise bad_request("unsupported_parameter", message, name)
+            raise bad_request(
+                "unsupported_parameter", f"{name} cannot be had with a suffix: leave it out", name
+            )
 
 
 def gap_prompt(prefix: str | Sequence[int], body: RequestBody, served: ServedModel) -> list[int]:

@@ -59,10 +59,11 @@ def decode_score(raw: bytes, limits: RequestLimits) -> RequestBody:
     names = ("queries", "documents") if "queries" in fields else ("text_1", "text_2")
     first, second = (_texts(fields, name) for name in names)
     if len(first) not in (1, len(second)):
-        message = (
-            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one, or as many"
+        raise bad_request(
+            "invalid_value",
+            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one, or as many",
+            names[0],
         )
-        raise bad_request("invalid_value", message, names[0])
     pairs = _pairs(fields, queries=len(first))
     return _understood(fields, names, [*first, *second], pairs, limits)
 

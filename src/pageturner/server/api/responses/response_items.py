@@ -181,10 +181,11 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
         return {"type": "function", "function": {**named, **more}}
     if kind == "custom":
         return {"type": "function", "function": {**named, **_text_tool(tool)}}
-    message = (
-        f"{place}: tools of type {str(kind)[:40]!r} are not supported, only function and custom"
+    raise bad_request(
+        "unsupported_parameter",
+        f"{place}: tools of type {str(kind)[:40]!r} are not supported, only function and custom",
+        "tools",
     )
-    raise bad_request("unsupported_parameter", message, "tools")
 
 
 def _text_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -51,8 +51,9 @@ def _format(fields: Fields) -> dict[str, Any] | None:
         return wanted
     if "schema" not in wanted:
         form = '{"type": "json_schema", "name": ..., "schema": {...}}'
-        message = f"text.format has no schema: send {form}"
-        raise bad_request("invalid_schema", message, "text.format")
+        raise bad_request(
+            "invalid_schema", f"text.format has no schema: send {form}", "text.format"
+        )
     named = {"schema": wanted["schema"], "strict": wanted.get("strict")}
     return {"type": "json_schema", "json_schema": named}
 
