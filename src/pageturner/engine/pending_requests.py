@@ -86,7 +86,7 @@ class PendingRequests:
                     continue
                 found.append((one.request, None))
             except Refused as refused:
-                found.append((one.request, refused))
+                found.append((one.request, refused.with_traceback(None)))
                 self.remove(id)
             self._pending.pop(id, None)
         return found

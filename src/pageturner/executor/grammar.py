@@ -35,7 +35,7 @@ MASK_SECONDS = 0.05  # that a step waits for masks when its layers are computed
 MAX_COMPILED_BYTES = 64 << 20  # of the grammars that are kept, as far as that can be told
 # A compiled grammar, and what its lexer learns of a vocabulary.
 GRAMMAR_BYTES = 1 << 20
-BYTES_PER_CHARACTER = 256
+BYTES_PER_CHARACTER = 512
 
 Mask = NDArray[
     np.uint8

@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
         best = min(shown, key=lambda one: settings_search.score(one.measured, scenario.targets))
         notes.append(f"measured: the first {load.total:,} requests, in real time, on this machine")
     written = best.candidate.settings(base)
-    settings_search.mark_tied(shown, best, scenario.targets)
+    settings_search.mark_tied(trials, best, scenario.targets)
     print(render(shown, best, start, notes, len(trials)))
     write_text(arguments.write, as_toml(written, f"tuned: {len(trials)} settings simulated"))
     if arguments.output:

@@ -114,15 +114,15 @@ def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, floa
     return (-round(figures["goodput_share"], 3), worst)
 
 
-def mark_tied(shown: list[Trial], best: Trial, targets: LatencyTargets) -> None:
+def mark_tied(trials: list[Trial], best: Trial, targets: LatencyTargets) -> None:
     """Note which trials these requests do not tell from the best: the ranges of the shares within
-    the targets overlap, and what `score` says of equal ones is alike."""
-    chance = BY_CHANCE * bool(best.measured)
-    for one in shown:
-        both = [trial.measured or trial.simulated for trial in (one, best)]
+    the targets overlap, and what `score` says of equal ones is alike or better."""
+    for one in trials:
+        both = [one.measured, best.measured] if one.measured else [one.simulated, best.simulated]
         lows, highs = zip(*(figures["goodput_range"] for figures in both), strict=True)
-        worst = [[score(figures, targets)[1]] for figures in both]
-        one.tied = max(lows) <= min(highs) and alike(worst[0], worst[1], chance)
+        own, worst = (score(figures, targets)[1] for figures in both)
+        near = own < worst or alike([own], [worst], BY_CHANCE * bool(one.measured))
+        one.tied = near and max(lows) <= min(highs)
 
 
 def search_settings(

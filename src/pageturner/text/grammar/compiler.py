@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 Matcher: TypeAlias = "LLMatcher"  # a place in a grammar; llguidance is imported with the first one
 NICENESS = 10  # of threads that compile: the kernels need the processors more
-ROOM = STACK_BYTES + (64 << 20)  # bytes of addresses for a stack, a vocabulary and a grammar
+ROOM = STACK_BYTES + (
+    128 << 20
+)  # bytes of addresses for a stack, a vocabulary and a grammar, twice
 LONGEST_TOKEN = (
     1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 )
@@ -72,7 +74,9 @@ class Compiler:
 
     def least(self, grammar: str) -> int:
         """A number of tokens that no answer has fewer of: those that write what every answer begins
-        with, or the first COUNTED bytes of it."""
+        with, or the first COUNTED bytes of it. 0 where a grammar counts tokens or names them."""
+        if "<[" in grammar or "max_tokens" in grammar:
+            return 0
         text, fewest = forced(grammar, COUNTED, NICENESS), [0]  # tokens that write so many bytes
         for end in range(1, len(text) + 1):
             counts = [
