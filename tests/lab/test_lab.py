@@ -27,7 +27,7 @@ def test_percentiles_equal_numpys() -> None:
 
 
 def test_the_range_of_a_share() -> None:
-    assert summary.share_range(99, 100) == pytest.approx([0.9455, 0.9982], abs=1e-4)
+    assert summary.share_range(99, 100) == pytest.approx([0.9455, 0.9982], 1e-4)
 
 
 def test_the_mix_is_repeatable_and_as_asked() -> None:

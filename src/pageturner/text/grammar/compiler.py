@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 Matcher: TypeAlias = "LLMatcher"  # a place in a grammar; llguidance is imported with the first one
 NICENESS = 10  # of threads that compile: the kernels need the processors more
-ROOM = STACK_BYTES + (
-    128 << 20
-)  # bytes of addresses for a stack, a vocabulary and a grammar, twice
+# Bytes of addresses for a stack and a vocabulary, and for a grammar twice
+ROOM = STACK_BYTES + (128 << 20)
 LONGEST_TOKEN = (
     1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 )
